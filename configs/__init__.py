@@ -1,0 +1,1 @@
+"""What can be chosen: frozen configurations that reject strangers, and YAML presets."""

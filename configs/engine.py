@@ -1,0 +1,84 @@
+"""What a user chooses about an engine. Frozen; strangers are refused; derived values are properties, never written back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from .base import parse
+
+Target = Literal["cpu", "npu", "ascend-sim"]
+Weights = Literal["auto", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything about an engine that is not the model.
+
+    The defaults serve a small model on a laptop. Lengths are in tokens, memory is in blocks of `block_size` tokens.
+    """
+
+    target: Target = "cpu"  # where graphs run
+    operators: Literal["auto", "reference", "cpu"] = "auto"  # which operators models run on; "auto" is the target's own
+    capture: bool = True  # False runs the same steps eagerly: the golden track, and the baseline of `bench`
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations, weights and cache; "auto" is the checkpoint's
+    weights: Weights = "auto"  # "auto": as `dtype`; else linear layers and the head are quantised at load
+    cache: Literal["paged", "static", "contiguous"] = "paged"  # who owns cache memory: blocks on demand, or rows for life
+    block_size: int = 16  # P, tokens in a block
+    num_blocks: int | None = None  # blocks that sequences may use; None: enough for max_rows of max_model_len
+    max_model_len: int | None = None  # prompt and generated tokens together; None: the model's own, at most 2,048
+    max_rows: int = 8  # sequences that decode at once
+    prefill_tokens: int = 256  # packed tokens of the largest prefill bucket: the budget that bounds how long decode waits
+    decode_buckets: tuple[int, ...] | None = None  # rows; None: 1, 2, 4, ... max_rows
+    prefill_buckets: tuple[int, ...] | None = None  # packed tokens; None: chosen up to prefill_tokens
+    max_queue: int = 4096  # requests that may wait; one more is refused
+    prefix_cache: bool = True  # find blocks of equal prefixes again
+    pipeline: bool = True  # plan and stage step i+1 while step i runs
+    threads: int | None = None  # None: the CPUs that this process may use
+    compile_cache: str | None = None  # folder of compiled graphs; None: the user's cache folder
+    trace: str | None = None  # write a Chrome trace of every step to this file at close
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_rows", "prefill_tokens", "max_queue", "num_blocks", "max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"EngineConfig.{name} is {value}; it must be at least 1")
+        for name in ("decode_buckets", "prefill_buckets"):
+            buckets = getattr(self, name)
+            if buckets is not None and (not buckets or min(buckets) < 1):
+                raise ValueError(f"EngineConfig.{name} is {buckets}; name at least one bucket, each at least 1")
+        if self.cache == "contiguous" and self.prefix_cache:
+            raise ValueError(
+                "EngineConfig.prefix_cache is True with cache='contiguous': a contiguous row is one sequence's own "
+                "memory and cannot be shared; set prefix_cache=False or cache='paged'"
+            )
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> EngineConfig:
+        """Read a mapping (a YAML preset, keyword overrides). Raises ValueError on an unknown key or a wrong type."""
+        return parse(cls, raw, "EngineConfig")
+
+    def replace(self, **overrides: Any) -> EngineConfig:
+        """The same configuration with some keys changed, checked like `parse`."""
+        return self.parse({field.name: getattr(self, field.name) for field in fields(self)} | overrides)
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Decode buckets in rising order; the largest is max_rows."""
+        if self.decode_buckets is not None:
+            return tuple(sorted({bucket for bucket in self.decode_buckets if bucket < self.max_rows} | {self.max_rows}))
+        sizes = {self.max_rows}
+        size = 1
+        while size < self.max_rows:
+            sizes.add(size)
+            size *= 2
+        return tuple(sorted(sizes))
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Prefill buckets in rising order; the largest is prefill_tokens."""
+        if self.prefill_buckets is not None:
+            chosen = {bucket for bucket in self.prefill_buckets if bucket < self.prefill_tokens}
+            return tuple(sorted(chosen | {self.prefill_tokens}))
+        return tuple(sorted({min(32, self.prefill_tokens), self.prefill_tokens}))

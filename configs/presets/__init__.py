@@ -1,0 +1,1 @@
+"""Presets as YAML data: the demo model, the tiny test models, published model sizes."""

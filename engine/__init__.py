@@ -1,0 +1,1 @@
+"""Ties the rooms together and serves: Engine, sampling, text, command line, benchmark."""

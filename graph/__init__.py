@@ -1,0 +1,1 @@
+"""Runs: buckets, static graphs, targets, and the operators that models are written in."""

@@ -1,0 +1,1 @@
+"""The operators that models are written in: one protocol, several implementations."""

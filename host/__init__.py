@@ -1,0 +1,1 @@
+"""Decides: plain integers and numpy. Requests, blocks, tables, plans, staging."""

@@ -1,0 +1,37 @@
+"""Plans: what one step will do, as frozen plain data. Made by the host, staged to the device, run by a graph, committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One fixed shape. Decode: `tokens` == `rows`. Prefill: T packed tokens in B rows, the last of which owns the padding."""
+
+    phase: Literal["prefill", "decode"]
+    rows: int  # B
+    tokens: int  # T
+
+    def __str__(self) -> str:
+        return f"{self.phase}[{self.tokens}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step of one bucket.
+
+    `fields` holds exactly the arrays of the bucket's control block, by name. `seq_ids[r]` is the sequence whose next
+    token row r's logits give, -1 where a row gives none (padding, or a chunk that does not end its prompt).
+    """
+
+    step: int  # counts up from 0
+    bucket: Bucket
+    fields: Mapping[str, np.ndarray]
+    seq_ids: np.ndarray  # [B] int64
+    num_tokens: int  # live tokens, for counting
+    copies: np.ndarray  # [n, 3] int32: cache group, source block, destination block; done before the step
