@@ -15,7 +15,8 @@ T = TypeVar("T")
 def parse(cls: type[T], raw: Mapping[str, Any], where: str) -> T:
     """Build the frozen dataclass `cls` from a mapping.
 
-    Raises ValueError naming the key, what it was near to, and the keys that exist; or the key, the value and the type wanted.
+    Raises ValueError naming the key, what it was near to, and the keys that exist; or the key, the value and the
+    type wanted.
     `where` says whose keys these are ("EngineConfig", a file name, ...).
     """
     hints = typing.get_type_hints(cls)

@@ -1,4 +1,4 @@
-"""What a user chooses about an engine. Frozen; strangers are refused; derived values are properties, never written back."""
+"""What a user chooses about an engine. Frozen; strangers are refused; derived values are properties."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class EngineConfig:
     target: Target = "cpu"  # where graphs run
     operators: Literal["auto", "reference", "cpu"] = "auto"  # which operators models run on; "auto" is the target's own
     capture: bool = True  # False runs the same steps eagerly: the golden track, and the baseline of `bench`
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations, weights and cache; "auto" is the checkpoint's
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations and cache; "auto": the checkpoint's
     weights: Weights = "auto"  # "auto": as `dtype`; else linear layers and the head are quantised at load
-    cache: Literal["paged", "static", "contiguous"] = "paged"  # who owns cache memory: blocks on demand, or rows for life
+    cache: Literal["paged", "static", "contiguous"] = "paged"  # blocks on demand, or rows for life
     block_size: int = 16  # P, tokens in a block
     num_blocks: int | None = None  # blocks that sequences may use; None: enough for max_rows of max_model_len
     max_model_len: int | None = None  # prompt and generated tokens together; None: the model's own, at most 2,048
     max_rows: int = 8  # sequences that decode at once
-    prefill_tokens: int = 256  # packed tokens of the largest prefill bucket: the budget that bounds how long decode waits
+    prefill_tokens: int = 256  # T of the largest prefill bucket: bounds how long decode waits
     decode_buckets: tuple[int, ...] | None = None  # rows; None: 1, 2, 4, ... max_rows
     prefill_buckets: tuple[int, ...] | None = None  # packed tokens; None: chosen up to prefill_tokens
     max_queue: int = 4096  # requests that may wait; one more is refused

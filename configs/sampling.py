@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class SamplingParams:
     """How one request is decoded. The names and defaults are the field's; out-of-range values raise ValueError at once.
 
-    temperature 0 is exact argmax of the raw logits (ties: lowest token id). top_k 0 or -1, top_p 1 and min_p 0 mean "off".
+    temperature 0 is exact argmax of the raw logits (ties: lowest token id). top_k 0 or -1, top_p 1 and min_p 0 mean
+    "off".
     """
 
     max_tokens: int = 128

@@ -1,4 +1,4 @@
-"""What a captured step is given: tensors of fixed shape, at addresses that never change. Nothing here decides anything."""
+"""What a captured step is given: tensors of fixed shape, at addresses that never change. It decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Phase = Literal["prefill", "decode"]
 class GroupInputs:
     """Addressing of one cache group. Write side and read side share one arithmetic: slot = block * P + offset."""
 
-    slot_mapping: Tensor  # [T] where each token's cache entries are written; unique, padding has scratch slots of its own
+    slot_mapping: Tensor  # [T] where each token's cache entries are written; unique, padding has slots of its own
     block_table: Tensor | None  # [B, M] int32 physical blocks of each row; None: contiguous, row b is cache row b
 
 

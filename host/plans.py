@@ -1,4 +1,4 @@
-"""Plans: what one step will do, as frozen plain data. Made by the host, staged to the device, run by a graph, committed."""
+"""Plans: what one step will do, as frozen plain data. Made by the host, staged, run by a graph, committed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One fixed shape. Decode: `tokens` == `rows`. Prefill: T packed tokens in B rows, the last of which owns the padding."""
+    """One fixed shape. Decode: `tokens` == `rows`. Prefill: T packed tokens in B rows, the last owning the padding."""
 
     phase: Literal["prefill", "decode"]
     rows: int  # B

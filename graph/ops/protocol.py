@@ -5,8 +5,8 @@ and return the same shapes, so a model is written once. Letters: T packed tokens
 heads, D head size, C hidden, R latent rank, F feed-forward, E experts, K experts a token, V vocabulary, P block size,
 N blocks.
 
-Weights live in modules that the implementation makes, because each packs them its own way: filled once at load, tensor by
-tensor, shared by all graphs.
+Weights live in modules that the implementation makes, because each packs them its own way: filled once at load,
+tensor by tensor, shared by all graphs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Ops(Protocol):
 
     # -- weights and caches ---------------------------------------------------------------------------------------
     def linear(self, in_features: int, out_parts: Sequence[int], *, bias: bool = False, lookup: bool = False) -> Any:
-        """Make an empty Linear (an nn.Module). `lookup`: only `rows` will be called, so packing for products is pointless."""
+        """Make an empty Linear (an nn.Module). `lookup`: only `rows` will be called, so it is not packed for products."""
         ...
 
     def cache_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
@@ -111,7 +111,10 @@ class Ops(Protocol):
         k_norm: nn.Parameter | None = None,
         eps: float = 0.0,
     ) -> Tensor:
-        """Split qkv [T, (H+2G)*D], norm each head where asked, rotate q and k, write k and v at `slot_mapping`; q [T, H, D]."""
+        """Split qkv [T, (H+2G)*D], norm each head where asked, rotate q and k, write k and v at `slot_mapping`.
+
+        Returns q [T, H, D].
+        """
         ...
 
     def attention(

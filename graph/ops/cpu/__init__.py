@@ -1,0 +1,1 @@
+"""The fast operators of the CPU target: C++ kernels behind torch operators."""
