@@ -25,13 +25,16 @@ class Bucket:
 class StepPlan:
     """One step of one bucket.
 
-    `fields` holds exactly the arrays of the bucket's control block, by name. `seq_ids[r]` is the sequence whose next
-    token row r's logits give, -1 where a row gives none (padding, or a chunk that does not end its prompt).
+    `fields` holds exactly the arrays of the bucket's control block, by name. The step gives S tokens: sample s belongs to
+    sequence `seq_ids[s]`, is drawn from row `logits_row[s]` of the step's logits, and lands in seat `seats[s]`. Several
+    samples of one prompt draw from one row; a chunk that does not end its prompt gives none.
     """
 
     step: int  # counts up from 0
     bucket: Bucket
     fields: Mapping[str, np.ndarray]
-    seq_ids: np.ndarray  # [B] int64
-    num_tokens: int  # live tokens, for counting
+    seq_ids: np.ndarray  # [S] int64
+    logits_row: np.ndarray  # [S] int32
+    seats: np.ndarray  # [S] int32
+    num_tokens: int  # live tokens of the T
     copies: np.ndarray  # [n, 3] int32: cache group, source block, destination block; done before the step

@@ -70,7 +70,7 @@ class Ops(Protocol):
 
     # -- weights and caches ---------------------------------------------------------------------------------------
     def linear(self, in_features: int, out_parts: Sequence[int], *, bias: bool = False, lookup: bool = False) -> Any:
-        """Make an empty Linear (an nn.Module). `lookup`: only `rows` will be called, so it is not packed for products."""
+        """Make an empty Linear (an nn.Module). `lookup`: only `rows` is called, so it is not packed for products."""
         ...
 
     def cache_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
