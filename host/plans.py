@@ -25,9 +25,9 @@ class Bucket:
 class StepPlan:
     """One step of one bucket.
 
-    `fields` holds exactly the arrays of the bucket's control block, by name. The step gives S tokens: sample s belongs to
-    sequence `seq_ids[s]`, is drawn from row `logits_row[s]` of the step's logits, and lands in seat `seats[s]`. Several
-    samples of one prompt draw from one row; a chunk that does not end its prompt gives none.
+    `fields` holds exactly the arrays of the bucket's control block, by name. The step gives S tokens: sample s belongs
+    to sequence `seq_ids[s]`, is drawn from row `logits_row[s]` of the step's logits, and lands in seat `seats[s]`.
+    Several samples of one prompt draw from one row; a chunk that does not end its prompt gives none.
     """
 
     step: int  # counts up from 0
