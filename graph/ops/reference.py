@@ -1,0 +1,202 @@
+"""Every operator in plain PyTorch: short, obviously right, and the golden answer for every other implementation.
+
+It promises the numbers of the protocol, whatever the sizes, and shapes that depend on shapes only, so that it can be
+captured. Norms, rotations and softmax are worked in float32 and rounded once to `dtype`. It knows nothing of speed:
+attention lays out every key that a row's table can name, masks what the row may not see, and multiplies.
+
+Caches are [N, P, heads, dim]. With no block table the cache is contiguous: it holds exactly B rows, N // B blocks each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..inputs import StepInputs
+from .protocol import Activation, Heads, LayerCache, Rotary
+
+
+class ReferenceLinear(nn.Module):
+    """y = x @ W.T + b, with W [out, in] as checkpoints hold it."""
+
+    def __init__(self, in_features: int, out_parts: Sequence[int], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_parts = tuple(out_parts)
+        self.out_features = sum(out_parts)
+        self.weight = nn.Parameter(torch.empty(self.out_features, in_features, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
+
+    def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
+        """Copy checkpoint tensors: weights[i] [out_i, in], biases[i] [out_i], in the order of the output parts."""
+        assert [len(weight) for weight in weights] == list(self.out_parts), "parts differ from those it was made for"
+        assert len(biases) == (0 if self.bias is None else len(weights)), "biases differ from those it was made for"
+        with torch.no_grad():
+            for part, weight in zip(self.weight.split(self.out_parts), weights, strict=True):
+                part.copy_(weight)
+            if self.bias is not None:
+                for part, value in zip(self.bias.split(self.out_parts), biases, strict=True):
+                    part.copy_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """[T] integer -> [T, in]."""
+        return functional.embedding(ids, self.weight)
+
+
+class ReferenceOps:
+    """The protocol `Ops`, see there for what each operator takes and gives."""
+
+    name = "reference"
+    index_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # every control input is int32
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    # -- weights and caches ---------------------------------------------------------------------------------------
+    def linear(
+        self, in_features: int, out_parts: Sequence[int], *, bias: bool = False, lookup: bool = False
+    ) -> ReferenceLinear:
+        return ReferenceLinear(in_features, out_parts, bias, self.dtype)
+
+    def cache_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, heads, dim)
+
+    def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return cos, sin
+
+    # -- one token at a time --------------------------------------------------------------------------------------
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return normed.to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def gated_mlp(
+        self, x: Tensor, gate_up: ReferenceLinear, down: ReferenceLinear, activation: Activation = "silu"
+    ) -> Tensor:
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        act = functional.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return down(act * up)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1).to(torch.int32)
+
+    # -- attention ------------------------------------------------------------------------------------------------
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rotary: Rotary,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+        *,
+        q_norm: nn.Parameter | None = None,
+        k_norm: nn.Parameter | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        q, k, v = qkv.view(len(qkv), -1, heads.dim).split([heads.query, heads.kv, heads.kv], dim=1)
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, eps)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, eps)
+        _write(cache[0], slot_mapping, rotate(k, rotary))
+        _write(cache[1], slot_mapping, v)
+        return rotate(q, rotary)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: StepInputs,
+        group: int,
+        *,
+        heads: Heads,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        block_table = step.groups[group].block_table
+        key_BLGD = _rows(cache[0], block_table, step)
+        value_BLGD = _rows(cache[1], block_table, step)
+        query_BQHD, visible_BQL = _queries(q, step, key_BLGD.shape[1], window)
+        repeat = heads.query // heads.kv
+        scores_BHQL = scale * torch.einsum(
+            "bqhd,blhd->bhql", query_BQHD.float(), key_BLGD.float().repeat_interleave(repeat, 2)
+        )
+        weights_BHQL = _softmax(scores_BHQL, visible_BQL[:, None], sinks)
+        out_BQHD = torch.einsum("bhql,blhd->bqhd", weights_BHQL, value_BLGD.float().repeat_interleave(repeat, 2))
+        return _own_row(out_BQHD, step).to(q.dtype).flatten(1)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """[T, heads, D] -> the same, its first 2*half dims turned by the step's angles; cos and sin are [T, half]."""
+    cos, sin = rotary.cos[:, None], rotary.sin[:, None]
+    turned = 2 * cos.shape[-1]
+    wide = x[..., :turned].float()
+    if rotary.interleaved:
+        a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, dim=-1)
+        out = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([out.to(x.dtype), x[..., turned:]], dim=-1)
+
+
+def _write(cache: Tensor, slot_mapping: Tensor, values: Tensor) -> None:
+    """Put values [T, heads, dim] at their slots of cache [N, P, heads, dim], in place."""
+    block_size = cache.shape[1]
+    cache.index_put_((slot_mapping // block_size, slot_mapping % block_size), values)
+
+
+def _rows(cache: Tensor, block_table: Tensor | None, step: StepInputs) -> Tensor:
+    """[B, L, heads, dim]: each row's cache in order; zeros beyond kv_len, so that nothing that lies there can leak."""
+    paged = cache.unflatten(0, (len(step.kv_len), -1)) if block_table is None else cache[block_table]
+    rows = paged.flatten(1, 2)
+    key_index = torch.arange(rows.shape[1], device=rows.device)
+    return torch.where((key_index < step.kv_len[:, None])[:, :, None, None], rows, 0)
+
+
+def _queries(q: Tensor, step: StepInputs, length: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """The queries that each row is asked [B, Q, H, D], and which of its L keys each of them sees [B, Q, L] bool.
+
+    Decode asks row b its own token. Prefill asks every row all T tokens; `_own_row` keeps each token's own answer.
+    """
+    if step.phase == "decode":
+        queries, positions = q[:, None], step.positions[:, None]
+    else:
+        queries = q.expand(len(step.kv_len), *q.shape)
+        positions = step.positions.expand(len(step.kv_len), -1)
+    key_index = torch.arange(length, device=q.device)
+    visible = (key_index <= positions[:, :, None]) & (key_index < step.kv_len[:, None, None])
+    if window is not None:
+        visible = visible & (key_index > positions[:, :, None] - window)
+    return queries, visible
+
+
+def _own_row(out_BQHD: Tensor, step: StepInputs) -> Tensor:
+    """[B, Q, H, D] -> [T, H, D]: what each token's own row answered."""
+    if step.phase == "decode":
+        return out_BQHD[:, 0]
+    token = torch.arange(out_BQHD.shape[1], device=out_BQHD.device)
+    row = (token[:, None] >= step.q_cu_len).sum(1)
+    return out_BQHD[row, token]
+
+
+def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights over the last axis of float32 scores [B, H, Q, L]; a sink takes a share and gives nothing."""
+    scores = torch.where(visible, scores, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
