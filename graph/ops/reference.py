@@ -86,7 +86,7 @@ class ReferenceOps:
         self, x: Tensor, gate_up: ReferenceLinear, down: ReferenceLinear, activation: Activation = "silu"
     ) -> Tensor:
         gate, up = gate_up(x).chunk(2, dim=-1)
-        act = functional.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        act = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return down(act * up)
 
     def argmax(self, logits: Tensor) -> Tensor:

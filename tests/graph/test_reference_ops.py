@@ -204,3 +204,19 @@ def test_exports_with_static_shapes_and_writes_the_input_in_place() -> None:
     one, two = [[value.clone() for value in inputs] for _ in range(2)]
     assert torch.equal(Step()(*one), program.module()(*two))
     assert torch.equal(one[1], two[1]) and two[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_mlp_gates_the_first_part(activation: str) -> None:
+    gate_up, down = OPS.linear(3, (5, 5)), OPS.linear(5, (3,))
+    weights = [torch.randn(5, 3), torch.randn(5, 3), torch.randn(3, 5)]
+    gate_up.load(weights[:2])
+    down.load(weights[2:])
+    x = torch.randn(4, 3)
+    gate = x @ weights[0].T
+    if activation == "silu":
+        gate = gate / (1 + (-gate).exp())
+    else:
+        gate = gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh())
+    got = OPS.gated_mlp(x, gate_up, down, activation)  # type: ignore[arg-type]
+    torch.testing.assert_close(got, (gate * (x @ weights[1].T)) @ weights[2].T)
