@@ -1,0 +1,87 @@
+"""Builds our C++ once for this machine and loads it. Knows nothing of what is inside.
+
+A library is kept by content: sources, compiler, flags, torch and the CPU's features make its name, so that a second start
+compiles nothing and a changed source never meets an old library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fopenmp")
+
+
+def cache_folder() -> Path:
+    """Where compiled things are kept: $AIRDECODE_CACHE, else the user's cache folder."""
+    chosen = os.environ.get("AIRDECODE_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airdecode"
+
+
+@cache
+def machine_key() -> str:
+    """What compiled code depends on beside its source: torch, the compiler, the CPU's features."""
+    features = ""
+    with open("/proc/cpuinfo", encoding="utf-8") as info:
+        for line in info:
+            if line.startswith(("flags", "Features")):
+                features = line
+                break
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return digest(torch.__version__, version, features)
+
+
+def digest(*parts: str | bytes) -> str:
+    """A short name for contents."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()[:32]
+
+
+def compiler() -> str:
+    """The C++ compiler, the one that TorchInductor needs too."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
+        raise RuntimeError("no C++ compiler found: install g++ (Debian: apt install g++) or name one in CXX")
+    return found
+
+
+def build(name: str, sources: Sequence[Path], depends: Sequence[Path] = ()) -> Path:
+    """Compile `sources` into one shared library and return its path; RuntimeError with the compiler's words if it fails.
+
+    `depends` are headers that the sources include. Two processes may build at once: each renames its own result.
+    """
+    contents = [path.read_bytes() for path in (*sources, *depends)]
+    target = cache_folder() / "native" / f"{name}-{digest(machine_key(), ' '.join(FLAGS), *contents)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler(), *FLAGS, *map(str, sources), "-o", str(made), f"-I{root}/include", f"-L{root}/lib"]
+        command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib", "-ldl"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} did not compile: {done.stderr.strip()[-2000:]}")
+        os.replace(made, target)
+    return target
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Load a library so that compiled graphs find its symbols."""
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

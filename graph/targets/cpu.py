@@ -1,0 +1,167 @@
+"""The CPU target: torch.export to an AOTInductor library with the weights outside, run by a small C++ runtime.
+
+A library is kept on disk by content (module source, weights' shapes, inputs' shapes, torch, compiler, CPU), so a second
+start neither traces nor compiles. A run goes through ctypes: it holds no interpreter lock and converts nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .. import native
+from ..static_graph import CaptureError, Inputs, StaticGraph, flat_tensors
+
+PACKAGE = Path(__file__).parents[2]
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    library = native.load(native.build("runtime", [Path(__file__).parent / "runtime.cpp"]))
+    library.airdecode_graph_open.restype = ctypes.c_void_p
+    library.airdecode_graph_constant.restype = ctypes.c_char_p
+    library.airdecode_graph_num_constants.restype = ctypes.c_size_t
+    return library
+
+
+@cache
+def _source_key() -> str:
+    """The contents of every source that decides what a graph is."""
+    rooms = ("graph", "models", "engine/sampling.py")
+    files = [file for room in rooms for file in sorted(PACKAGE.glob(room if room.endswith(".py") else f"{room}/**/*.*"))]
+    return native.digest(*(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h")))
+
+
+class CpuTarget:
+    """Captures modules as AOTInductor libraries."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, cache_folder: Path | None = None) -> None:
+        self.cache_folder = cache_folder or native.cache_folder() / "graphs"
+
+    def capture(self, name: str, module: nn.Module, inputs: Inputs, identity: str) -> StaticGraph:
+        """Compile `module(*inputs)`, which returns nothing and writes its results into its inputs.
+
+        `identity` says what decides the graph beside sources and shapes (the model's configuration). Raises CaptureError
+        with the line that breaks the graph.
+        """
+        start = time.perf_counter()
+        flat = flat_tensors(inputs)
+        state = _state(module)
+        library = self.cache_folder / f"{name}-{_key(name, module, inputs, state, identity)}.so"
+        from_cache = library.exists()
+        if not from_cache:
+            _compile(name, module, inputs, library)
+        run = _bind(name, library, state, flat)
+        return StaticGraph(name, run, flat, time.perf_counter() - start, from_cache)
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, aliases included."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name: tensor.detach() for name, tensor in (*parameters, *buffers)}
+
+
+def _key(name: str, module: nn.Module, inputs: Inputs, state: dict[str, Tensor], identity: str) -> str:
+    def spelled(tensor: object) -> str:
+        assert isinstance(tensor, Tensor)
+        return f"{tuple(tensor.shape)}{tensor.dtype}{tensor.stride()}"
+
+    shapes = str(torch.utils._pytree.tree_map(spelled, inputs))
+    weights = json.dumps({key: spelled(tensor) for key, tensor in state.items()})
+    threads = str(torch.get_num_threads())
+    return native.digest(native.machine_key(), _source_key(), name, type(module).__qualname__, shapes, weights, identity, threads)
+
+
+def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> None:
+    """Trace and compile into `library`; nothing half done is left under that name."""
+    from ..ops.cpu.library import c_shims
+
+    options = {
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls kernels: optimising it costs seconds, gains nothing
+        "aot_inductor.custom_ops_to_c_shims": c_shims(),
+        "cpp.vec_isa_ok": True,  # the kernel library is built with the same flags: no need to try each instruction set
+    }
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            exported = torch.export.export(module, inputs, strict=False)
+            files = torch._inductor.aot_compile(exported.module(), inputs, options=options)
+        except Exception as error:
+            raise CaptureError(f"{name} cannot be one static graph: {error}") from error
+    _check_calls(name, files)
+    made = next(file for file in files if str(file).endswith(".so"))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        copy = Path(folder) / library.name
+        shutil.copyfile(made, copy)
+        os.replace(copy, library)
+
+
+def _check_calls(name: str, files: list[str]) -> None:
+    """Refuse a graph that calls back into the dispatcher: our runtime has no executor for it, and it would be slow."""
+    for file in files:
+        if file.endswith(".json") and not file.endswith("_metadata.json"):
+            for call in json.loads(Path(file).read_text()).get("nodes", []):
+                raise CaptureError(f"{name} calls {call['node']['target']}, which has no direct entry: give it a C shim")
+
+
+def _bind(name: str, library: Path, state: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """Open the library and give it weights and inputs, all borrowed; returns the function that runs it."""
+    runtime = _runtime()
+    message = ctypes.create_string_buffer(1024)
+    pointer = runtime.airdecode_graph_open(str(library).encode(), b"", message, len(message))
+    if not pointer:
+        raise CaptureError(f"{name}: {message.value.decode()} ({library}); delete the file to compile it anew")
+    graph = ctypes.c_void_p(pointer)
+    count = runtime.airdecode_graph_num_constants(graph)
+    wanted = [runtime.airdecode_graph_constant(graph, ctypes.c_size_t(i)).decode() for i in range(count)]
+    missing = [constant for constant in wanted if constant not in state]
+    if missing:
+        raise CaptureError(f"{name} makes the constant {missing[0]!r} inside the graph; make it a buffer of the module")
+    constants = [state[constant] for constant in wanted]
+    run = _Run(name, graph)
+    size = ctypes.c_size_t(len(inputs))
+    if runtime.airdecode_graph_bind(graph, _handles(constants), _handles(inputs), size, message, len(message)):
+        raise CaptureError(f"{name}: {message.value.decode()}")
+    return run
+
+
+def _handles(tensors: list[Tensor] | tuple[Tensor, ...]) -> ctypes.Array[ctypes.c_void_p]:
+    """torch's C handles of tensors; each owns a reference until `airdecode_graph_close` gives it back."""
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return (ctypes.c_void_p * len(capsules))(*(pointer_of(capsule, None) for capsule in capsules))
+
+
+class _Run:
+    """One graph's run function; the library, and the references that it holds, go with it."""
+
+    def __init__(self, name: str, graph: ctypes.c_void_p) -> None:
+        self.name, self._graph = name, graph
+        self._call = _runtime().airdecode_graph_run
+        self._close = _runtime().airdecode_graph_close
+
+    def __call__(self) -> None:
+        if self._call(self._graph):
+            raise RuntimeError(f"{self.name} failed while running; torch's message is on standard error")
+
+    def __del__(self) -> None:
+        self._close(self._graph)
