@@ -81,6 +81,19 @@ class Ops(Protocol):
         """float32 [L, half] tables as this implementation wants to gather them: [L, ...]."""
         ...
 
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks of one cache tensor, in place; source and target [n]. Targets are distinct."""
+        ...
+
+    # -- tokens and their seats -----------------------------------------------------------------------------------
+    def take_tokens(self, seat_tokens: Tensor, seat: Tensor, host_token: Tensor) -> Tensor:
+        """[B] token ids: the host's where it gives one (0 or more), else what lies in the row's seat."""
+        ...
+
+    def put_tokens(self, seat_tokens: Tensor, seat: Tensor, tokens: Tensor) -> None:
+        """Lay tokens [B] int32 into their seats, in place. Seats are distinct."""
+        ...
+
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[T, C] -> [T, C]; statistics in float32, rounded to dtype before the weight product (Llama's order)."""

@@ -72,6 +72,16 @@ class ReferenceOps:
     def rotary_table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos, sin
 
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        cache.index_put_((target,), cache.index_select(0, source))
+
+    # -- tokens and their seats -----------------------------------------------------------------------------------
+    def take_tokens(self, seat_tokens: Tensor, seat: Tensor, host_token: Tensor) -> Tensor:
+        return torch.where(host_token >= 0, host_token, seat_tokens.index_select(0, seat))
+
+    def put_tokens(self, seat_tokens: Tensor, seat: Tensor, tokens: Tensor) -> None:
+        seat_tokens.index_put_((seat,), tokens)
+
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -39,7 +39,9 @@ def _runtime() -> ctypes.CDLL:
 def _source_key() -> str:
     """The contents of every source that decides what a graph is."""
     rooms = ("graph", "models", "engine/sampling.py")
-    files = [file for room in rooms for file in sorted(PACKAGE.glob(room if room.endswith(".py") else f"{room}/**/*.*"))]
+    files = [
+        file for room in rooms for file in sorted(PACKAGE.glob(room if room.endswith(".py") else f"{room}/**/*.*"))
+    ]
     return native.digest(*(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h")))
 
 
@@ -84,7 +86,9 @@ def _key(name: str, module: nn.Module, inputs: Inputs, state: dict[str, Tensor],
     shapes = str(torch.utils._pytree.tree_map(spelled, inputs))
     weights = json.dumps({key: spelled(tensor) for key, tensor in state.items()})
     threads = str(torch.get_num_threads())
-    return native.digest(native.machine_key(), _source_key(), name, type(module).__qualname__, shapes, weights, identity, threads)
+    return native.digest(
+        native.machine_key(), _source_key(), name, type(module).__qualname__, shapes, weights, identity, threads
+    )
 
 
 def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> None:
@@ -119,7 +123,9 @@ def _check_calls(name: str, files: list[str]) -> None:
     for file in files:
         if file.endswith(".json") and not file.endswith("_metadata.json"):
             for call in json.loads(Path(file).read_text()).get("nodes", []):
-                raise CaptureError(f"{name} calls {call['node']['target']}, which has no direct entry: give it a C shim")
+                raise CaptureError(
+                    f"{name} calls {call['node']['target']}, which has no direct entry: give it a C shim"
+                )
 
 
 def _bind(name: str, library: Path, state: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
