@@ -1,7 +1,7 @@
 """Builds our C++ once for this machine and loads it. Knows nothing of what is inside.
 
-A library is kept by content: sources, compiler, flags, torch and the CPU's features make its name, so that a second start
-compiles nothing and a changed source never meets an old library.
+A library is kept by content: sources, compiler, flags, torch and the CPU's features make its name, so that a second
+start compiles nothing and a changed source never meets an old library.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compiler() -> str:
 
 
 def build(name: str, sources: Sequence[Path], depends: Sequence[Path] = ()) -> Path:
-    """Compile `sources` into one shared library and return its path; RuntimeError with the compiler's words if it fails.
+    """Compile `sources` into one shared library, return its path; RuntimeError with the compiler's words if it fails.
 
     `depends` are headers that the sources include. Two processes may build at once: each renames its own result.
     """

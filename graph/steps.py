@@ -20,7 +20,7 @@ class _Step(nn.Module):
     phase: Phase
 
     def __init__(self, model: Any, names: Sequence[str], tables: Sequence[Tensor | None]) -> None:
-        """`tables`: for each cache group a table that never changes, used where no field carries one; None: contiguous."""
+        """`tables`: for each cache group a table that never changes, where no field carries one; None: contiguous."""
         super().__init__()
         self.model = model
         self.ops: Ops = model.ops
@@ -61,7 +61,7 @@ class DecodeStep(_Step):
 
 
 class PrefillStep(_Step):
-    """T packed tokens of up to B - 1 prompts; the logits of each prompt's chosen token, and their argmax in its seat."""
+    """T packed tokens of up to B - 1 prompts; the logits of each prompt's chosen token, their argmax in its seat."""
 
     phase: Phase = "prefill"
 
@@ -93,7 +93,7 @@ class CopyBlocks(nn.Module):
         self.ops = ops
 
     def forward(self, source: list[Tensor], target: list[Tensor], caches: list[list[Tensor]]) -> None:
-        """source[g], target[g] [n] int32: block ids of cache group g. Unused pairs copy scratch blocks onto themselves."""
+        """source[g], target[g] [n] int32: block ids of cache group g. Unused pairs copy a scratch block onto itself."""
         for group, tensors in enumerate(caches):
             for cache in tensors:
                 self.ops.copy_blocks(cache, source[group], target[group])

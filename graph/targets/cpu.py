@@ -57,8 +57,8 @@ class CpuTarget:
     def capture(self, name: str, module: nn.Module, inputs: Inputs, identity: str) -> StaticGraph:
         """Compile `module(*inputs)`, which returns nothing and writes its results into its inputs.
 
-        `identity` says what decides the graph beside sources and shapes (the model's configuration). Raises CaptureError
-        with the line that breaks the graph.
+        `identity` says what decides the graph beside sources and shapes (the model's configuration). Raises
+        CaptureError with the line that breaks the graph.
         """
         start = time.perf_counter()
         flat = flat_tensors(inputs)
@@ -98,9 +98,9 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
     options = {
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls kernels: optimising it costs seconds, gains nothing
+        "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls kernels: optimising it gains nothing
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
-        "cpp.vec_isa_ok": True,  # the kernel library is built with the same flags: no need to try each instruction set
+        "cpp.vec_isa_ok": True,  # our kernels are built with the same flags: no need to try each
     }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
