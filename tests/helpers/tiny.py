@@ -1,0 +1,127 @@
+"""Tiny random checkpoints made with transformers, built once a session, and transformers itself as the oracle.
+
+    folder = tiny.folder("llama-gqa")     a Hugging Face folder, float32
+    logits = tiny.logits("llama-gqa", [1, 2, 3])    [3, V] float32, of transformers
+
+Every weight is random and far from its neutral value (norms away from 1, biases and sinks away from 0), so that
+leaving one out shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCAB = 97
+_ROOT = tempfile.TemporaryDirectory(prefix="tiny-checkpoints-")
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _config(kind: str, **changes: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, kind)(**(_BASE | changes))
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama-gqa": _config("LlamaConfig"),
+    "llama-tied": _config("LlamaConfig", tie_word_embeddings=True, num_attention_heads=2, num_key_value_heads=2),
+    "llama-llama3": _config("LlamaConfig", rope_parameters=LLAMA3_ROPE, num_key_value_heads=1),
+    "llama-yarn": _config("LlamaConfig", rope_parameters=YARN_ROPE),
+    "llama-linear": _config(
+        "LlamaConfig", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, head_dim=6
+    ),
+    "llama-biased": _config("LlamaConfig", attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh"),
+    "llama-head-dim": _config("LlamaConfig", head_dim=24, num_attention_heads=8, num_key_value_heads=2),
+    "mistral-window": _config("MistralConfig", sliding_window=6),
+    "qwen2": _config("Qwen2Config"),
+    "qwen2-window": _config(
+        "Qwen2Config", use_sliding_window=True, sliding_window=5, max_window_layers=1, num_hidden_layers=3
+    ),
+    "qwen3": _config("Qwen3Config", head_dim=16, tie_word_embeddings=True),
+}
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """The checkpoint of a configuration in CONFIGS; do not change it."""
+    return save(CONFIGS[name](), Path(_ROOT.name) / name)
+
+
+def save(config: Any, target: Path, **how: Any) -> Path:
+    """Make a random float32 checkpoint of a transformers configuration. `how` goes to save_pretrained."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model)
+    model.save_pretrained(target, **how)
+    return target
+
+
+def randomize(model: nn.Module) -> None:
+    """Give every parameter values that matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                around = 1.0 if "norm" in name else 0.0
+                parameter.copy_(around + 0.5 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(1.5 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+
+
+@functools.cache
+def oracle(name: str) -> Any:
+    """The transformers model of a configuration in CONFIGS, in float32 and with eager attention."""
+    return load_oracle(folder(name))
+
+
+def load_oracle(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def logits(name: str, token_ids: Sequence[int]) -> Tensor:
+    """[T, V] float32 logits of every position, by transformers."""
+    with torch.no_grad():
+        return oracle(name)(torch.tensor([list(token_ids)])).logits[0].float()
+
+
+def greedy(name: str, token_ids: Sequence[int], new_tokens: int) -> list[int]:
+    """The greedy continuation by transformers: each step rescored as a whole, so no cache is involved."""
+    ids = list(token_ids)
+    for _ in range(new_tokens):
+        ids.append(int(logits(name, ids)[-1].argmax()))
+    return ids[len(token_ids) :]
