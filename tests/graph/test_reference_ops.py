@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from airdecode.graph.inputs import GroupInputs, StepInputs
 from airdecode.graph.ops.protocol import Heads, Rotary
 from airdecode.graph.ops.reference import ReferenceOps, rotate
-from torch import Tensor
 
 OPS = ReferenceOps(torch.float32)
 P = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -41,11 +42,12 @@ def test_whole_prompt_in_one_prefill(name: str, model: Any) -> None:
     torch.testing.assert_close(Harness(model).prefill({0: ids})[0], tiny.logits(name, ids), **CLOSE)
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_chunked_prefill(name: str, model: Any, chunk: int) -> None:
-    ids = tokens(12, 1)
+def test_chunked_prefill(name: str, model: Any) -> None:
+    """Chunks of one token and of more than a block, over borders of blocks and windows."""
+    ids = tokens(20, 1)
     harness = Harness(model, free_windows=True)
-    parts = [harness.prefill({2: ids[at : at + chunk]}, bucket=8)[2] for at in range(0, len(ids), chunk)]
+    borders = [0, 1, 2, 9, 16, 17, 20]
+    parts = [harness.prefill({2: ids[at:end]}, bucket=8)[2] for at, end in itertools.pairwise(borders)]
     torch.testing.assert_close(torch.cat(parts), tiny.logits(name, ids), **CLOSE)
 
 

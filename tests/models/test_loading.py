@@ -1,0 +1,273 @@
+"""What loading promises: all or a one-line error that names file or tensor, no memory but the model's own."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from harness import Harness
+from safetensors.torch import load_file, save_file
+
+from airdecode.graph.ops.reference import ReferenceOps
+from airdecode.models.checkpoint import Checkpoint
+from airdecode.models.loader import inspect_model, load_model
+from airdecode.models.registry import MODELS, model_class
+
+OPS = ReferenceOps(torch.float32)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a tiny checkpoint to damage; `shards`: in files of a few tensors each."""
+
+    def make(name: str = "llama-gqa", *, shards: bool = False) -> Path:
+        target = tmp_path / name
+        if shards:
+            tiny.save(tiny.CONFIGS[name](), target, max_shard_size="20KB")
+            assert len(list(target.glob("*.safetensors"))) >= 3
+        else:
+            shutil.copytree(tiny.folder(name), target)
+        return target
+
+    return make
+
+
+def edit(path: Path, **changes: Any) -> None:
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value != "REMOVE"}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path) -> str:
+    """The message of the ValueError; inspection must refuse just as loading does."""
+    with pytest.raises(ValueError) as caught:
+        load_model(folder, OPS, 32)
+    with pytest.raises(ValueError) as inspected:
+        inspect_model(folder, OPS, 32)
+    assert str(caught.value) == str(inspected.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_sharded_equals_single(copy: Callable[..., Path]) -> None:
+    one, two = (load_model(folder, OPS, 32)[0] for folder in (tiny.folder("qwen2"), copy("qwen2", shards=True)))
+    for (name, a), (_, b) in zip(one.named_parameters(), two.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_c096_missing_shard_is_named(copy: Callable[..., Path]) -> None:
+    folder = copy(shards=True)
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    assert gone.name in refused(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1, -5000])
+def test_short_file_is_named(copy: Callable[..., Path], keep: int) -> None:
+    path = copy() / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.safetensors is damaged or cut short" in refused(path.parent)
+
+
+def test_overwritten_header_is_named(copy: Callable[..., Path]) -> None:
+    path = copy() / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[20:60] = b"?" * 40
+    path.write_bytes(data)
+    assert "model.safetensors is damaged" in refused(path.parent)
+
+
+def test_missing_tensor_is_named(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    assert "model.layers.1.self_attn.k_proj.weight is missing" in refused(folder)
+
+
+def test_wrong_shape_is_named(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    message = refused(folder)
+    assert "model.norm.weight" in message and "[31]" in message and "[32]" in message
+
+
+def test_integer_tensor_is_refused(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
+    message = refused(folder)
+    assert "model.norm.weight" in message and "I8" in message
+
+
+def test_index_that_lies_is_refused(copy: Callable[..., Path]) -> None:
+    folder = copy(shards=True)
+    index = folder / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())["weight_map"]
+    last = max(placed.values())
+    edit(index, weight_map=placed | {"model.embed_tokens.weight": last})
+    assert "model.embed_tokens.weight" in refused(folder) and last in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GrokForCausalLM"]}, "'GrokForCausalLM' is not supported; supported: "),
+        ({"architectures": []}, "architectures is []"),
+        ({"architectures": "REMOVE"}, "architectures is None"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'"),
+        ({"hidden_size": "REMOVE"}, "hidden_size is missing"),
+        ({"hidden_size": "32"}, "hidden_size is '32'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size 32 is no multiple"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),
+        ({"vocab_size": 98}, "model.embed_tokens.weight has shape [97, 32]"),
+    ],
+)
+def test_configuration_is_refused_by_name(copy: Callable[..., Path], changes: dict[str, Any], named: str) -> None:
+    folder = copy()
+    edit(folder / "config.json", **changes)
+    assert named in refused(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_damaged_config_is_named(copy: Callable[..., Path], text: str) -> None:
+    folder = copy()
+    (folder / "config.json").write_text(text)
+    assert "config.json" in refused(folder)
+
+
+def test_missing_folder_and_files_are_named(tmp_path: Path, copy: Callable[..., Path]) -> None:
+    assert "nowhere is not a folder" in refused(tmp_path / "nowhere")
+    assert "config.json cannot be read" in refused(tmp_path)
+    folder = copy()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "neither model.safetensors" in refused(folder)
+
+
+def test_max_model_len_beyond_the_checkpoint_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len is 257, the checkpoint allows 256"):
+        load_model(tiny.folder("llama-gqa"), OPS, 257)
+
+
+def test_no_parameter_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a parameter starts with is made NaN: none of it survives."""
+    empty = torch.empty
+
+    def poisoned(*size: Any, **how: Any) -> Any:
+        return empty(*size, **how).fill_(math.nan)
+
+    for name in tiny.CONFIGS:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", poisoned)
+            model, _ = load_model(tiny.folder(name), OPS, 32)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_c099_tied_head_is_the_embedding_itself(copy: Callable[..., Path]) -> None:
+    folder = copy("llama-tied")
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    model, report = load_model(folder, OPS, 32)
+    sizes = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
+    assert sum(sizes.values()) == report.parameters == tiny.oracle("llama-tied").num_parameters()
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 32)}))
+    again, report = load_model(folder, OPS, 32)
+    assert report.unused_tensors == ("lm_head.weight",)
+    ids = [5, 6, 7]
+    assert torch.equal(Harness(again).prefill({0: ids})[0], Harness(model).prefill({0: ids})[0])
+    edit(folder / "config.json", tie_word_embeddings=False)
+    assert not Harness(load_model(folder, OPS, 32)[0]).prefill({0: ids})[0].any()
+
+
+def test_untied_model_without_a_head_is_refused(copy: Callable[..., Path]) -> None:
+    folder = copy("llama-tied")
+    edit(folder / "config.json", tie_word_embeddings=False)
+    assert "lm_head.weight is missing" in refused(folder)
+
+
+def test_c107_explicit_head_dim_sizes_the_cache() -> None:
+    model, _ = load_model(tiny.folder("llama-head-dim"), OPS, 32)
+    (group,) = model.groups
+    assert [(part.name, part.heads, part.dim) for part in group.layers[0]] == [("key", 2, 24), ("value", 2, 24)]
+    assert model.num_caches() == 2 and group.kind == "full" and group.window is None
+
+
+def test_window_layers_have_a_group_of_their_own() -> None:
+    full, window = load_model(tiny.folder("qwen2-window"), OPS, 32)[0].groups
+    assert (full.kind, full.window, len(full.layers)) == ("full", None, 1)
+    assert (window.kind, window.window, len(window.layers)) == ("window", 5, 2)
+
+
+def test_report_names_what_is_there(copy: Callable[..., Path]) -> None:
+    folder = copy("llama-llama3")
+    strange = {"model.extra.weight": torch.ones(1), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    edit_tensors(folder, lambda tensors: tensors.update(strange))
+    edit(folder / "config.json", mystery=7)
+    seen: list[tuple[int, int]] = []
+    model, report = load_model(folder, OPS, 32, lambda done, total: seen.append((done, total)))
+    assert report.unused_tensors == ("model.extra.weight",)
+    assert report.unknown_keys == ("mystery",)
+    assert report.rotary.startswith("llama3, theta 10000, 8 dims, factor 8 from 32 positions")
+    assert report.parameters == sum(parameter.numel() for parameter in model.parameters()) == seen[-1][0]
+    assert set(report.numbers_by_part) == {"embedding", "attention", "feed-forward", "norms", "head"}
+    assert report == inspect_model(folder, OPS, 32)
+
+
+def test_no_family_configuration_has_unknown_keys() -> None:
+    for name in tiny.CONFIGS:
+        assert inspect_model(tiny.folder(name), OPS, 32).unknown_keys == (), name
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "want"), [(5, [5, 3], (5, 3)), ([5, 3], None, (5, 3)), (None, 3, (3,)), (None, None, ())]
+)
+def test_c082_end_tokens(copy: Callable[..., Path], config: Any, generation: Any, want: tuple[int, ...]) -> None:
+    folder = copy()
+    edit(folder / "config.json", eos_token_id=config)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert Checkpoint(folder).end_token_ids == want
+
+
+def test_every_registered_architecture_has_its_class() -> None:
+    for architecture, spec in MODELS.items():
+        assert model_class(architecture).__name__ == spec.name
+
+
+PEAK = """
+import resource, sys, torch
+from airdecode.graph.ops.reference import ReferenceOps
+from airdecode.models.loader import load_model
+from airdecode.models import llama
+start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model, report = load_model(sys.argv[1], ReferenceOps(torch.float32), 64)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start, report.parameters * 4 // 1024)
+"""
+
+
+def test_loading_peaks_at_the_model_and_one_tensor(tmp_path: Path) -> None:
+    """48 MB in matrices of 4 MB, stored in one file: the file's pages must not pile up beside the model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    out = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    grown, size = map(int, out.stdout.split())
+    assert size > 50_000 and grown < size + 16_000, (grown, size)  # q, k and v are handed over together
