@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded. The names and defaults are the field's; out-of-range values raise ValueError at once.
+    """How one request is decoded. The names are the field's; out-of-range values raise ValueError at once.
 
     temperature 0 is exact argmax of the raw logits (ties: lowest token id). top_k 0 or -1, top_p 1 and min_p 0 mean
-    "off".
+    "off". What is not given has the default written here; a checkpoint's generation_config gives end tokens only.
     """
 
     max_tokens: int = 128
@@ -31,8 +32,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # sees output only
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1, None)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens")
         _whole("top_k", self.top_k, -1, None)
@@ -68,6 +69,14 @@ class SamplingParams:
 
 
 MAX_LOGPROBS = 20  # the fixed K of the sample graph's output
+
+
+def _tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name} is {value!r}; it must be a list")
+    return tuple(value)
 
 
 def _whole(name: str, value: object, low: int, high: int | None, high_name: str = "") -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import StepInputs
+from .protocol_experts import ExpertOps
 
 LayerCache = tuple[Tensor, ...]  # one layer's cache tensors in the order of its CacheParts, each of `cache_shape`
 Activation = Literal["silu", "gelu_tanh"]
@@ -61,7 +62,7 @@ class Linear(Protocol):
         ...
 
 
-class Ops(Protocol):
+class Ops(ExpertOps, Protocol):
     """One implementation of every operator."""
 
     name: str
@@ -69,8 +70,19 @@ class Ops(Protocol):
     index_dtypes: Mapping[str, torch.dtype]  # dtype of each control input, so that no graph contains a Cast for one
 
     # -- weights and caches ---------------------------------------------------------------------------------------
-    def linear(self, in_features: int, out_parts: Sequence[int], *, bias: bool = False, lookup: bool = False) -> Any:
-        """Make an empty Linear (an nn.Module). `lookup`: only `rows` is called, so it is not packed for products."""
+    def linear(
+        self,
+        in_features: int,
+        out_parts: Sequence[int],
+        *,
+        bias: bool = False,
+        lookup: bool = False,
+        wide: bool = False,
+    ) -> Any:
+        """Make an empty Linear (an nn.Module). `lookup`: only `rows` is called, so it is not packed for products.
+
+        `wide`: weights, products and result in float32 whatever `dtype` is, never quantised: for routers.
+        """
         ...
 
     def cache_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
@@ -109,6 +121,15 @@ class Ops(Protocol):
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[R, V] -> [R] int32; the lowest id among equals."""
+        ...
+
+    def likeliest(self, scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """weights [S, V] float32, with 0 in place of those that top-k and then top-p exclude.
+
+        Tokens rank by scores [S, V] float32, falling, equals by rising id. top_k [S] int32 keeps exactly so many, all
+        if below 1. top_p [S] float32 keeps the first ones whose weights reach that share of the sum of what top-k kept,
+        the one that reaches it included; all if 1 or more.
+        """
         ...
 
     # -- attention ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..inputs import StepInputs
 from .protocol import Activation, Heads, LayerCache, Rotary
+from .reference_experts import ReferenceExpertOps
 
 
 class ReferenceLinear(nn.Module):
@@ -44,14 +45,14 @@ class ReferenceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """[T] integer -> [T, in]."""
         return functional.embedding(ids, self.weight)
 
 
-class ReferenceOps:
+class ReferenceOps(ReferenceExpertOps):
     """The protocol `Ops`, see there for what each operator takes and gives."""
 
     name = "reference"
@@ -62,9 +63,15 @@ class ReferenceOps:
 
     # -- weights and caches ---------------------------------------------------------------------------------------
     def linear(
-        self, in_features: int, out_parts: Sequence[int], *, bias: bool = False, lookup: bool = False
+        self,
+        in_features: int,
+        out_parts: Sequence[int],
+        *,
+        bias: bool = False,
+        lookup: bool = False,
+        wide: bool = False,
     ) -> ReferenceLinear:
-        return ReferenceLinear(in_features, out_parts, bias, self.dtype)
+        return ReferenceLinear(in_features, out_parts, bias, torch.float32 if wide else self.dtype)
 
     def cache_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, heads, dim)
@@ -101,6 +108,16 @@ class ReferenceOps:
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1).to(torch.int32)
+
+    def likeliest(self, scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        ranked = weights.gather(1, order)
+        rank = torch.arange(scores.shape[1], device=scores.device)
+        ranked = torch.where((rank < top_k[:, None]) | (top_k < 1)[:, None], ranked, 0.0)
+        total = ranked.cumsum(1)
+        before = functional.pad(total[:, :-1], (1, 0))
+        kept = (before < top_p[:, None] * total[:, -1:]) | (top_p >= 1)[:, None]  # off: rounding must not cut
+        return torch.zeros_like(weights).scatter(1, order, torch.where(kept, ranked, 0.0))
 
     # -- attention ------------------------------------------------------------------------------------------------
     def rotate_and_cache(
