@@ -20,6 +20,7 @@ MODELS: dict[str, Spec] = {
     "MistralForCausalLM": Spec("llama", "Llama"),
     "Qwen2ForCausalLM": Spec("llama", "Llama"),
     "Qwen3ForCausalLM": Spec("llama", "Llama"),
+    "Qwen3MoeForCausalLM": Spec("qwen3_moe", "Qwen3Moe"),
 }
 
 

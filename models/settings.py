@@ -132,3 +132,12 @@ def read_windows(settings: Settings, num_layers: int, window: int | None, first:
             f"it must name {num_layers}, each one of {list(known)}"
         )
     return tuple(known[kind] for kind in kinds)
+
+
+def read_routing_size(settings: Settings, *names: str) -> tuple[int, int]:
+    """Experts, under whichever of `names` the file has, and how many of them a token visits."""
+    name = next((name for name in names if name in settings.raw), names[0])
+    num_experts, top_k = settings.need(name, int), settings.need("num_experts_per_tok", int)
+    if top_k > num_experts:
+        raise ValueError(f"{settings.where}: num_experts_per_tok is {top_k}, more than the {num_experts} experts")
+    return num_experts, top_k

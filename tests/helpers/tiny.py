@@ -72,6 +72,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         "Qwen2Config", use_sliding_window=True, sliding_window=5, max_window_layers=1, num_hidden_layers=3
     ),
     "qwen3": _config("Qwen3Config", head_dim=16, tie_word_embeddings=True),
+    "qwen3-moe": _config(
+        "Qwen3MoeConfig",
+        head_dim=10,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-one": _config(
+        "Qwen3MoeConfig",
+        head_dim=8,
+        num_experts=5,
+        num_experts_per_tok=1,
+        moe_intermediate_size=12,
+        mlp_only_layers=[0],
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+    ),
 }
 
 
@@ -93,7 +112,8 @@ def save(config: Any, target: Path, **how: Any) -> Path:
 def randomize(model: nn.Module) -> None:
     """Give every parameter values that matter."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [item for item in model.named_buffers() if "e_score_correction_bias" in item[0]]
+        for name, parameter in [*model.named_parameters(), *corrections]:
             if parameter.ndim == 1:
                 around = 1.0 if "norm" in name else 0.0
                 parameter.copy_(around + 0.5 * torch.randn_like(parameter))
