@@ -78,7 +78,6 @@ def _prepare(checkpoint: Checkpoint, ops: Ops, max_model_len: int) -> tuple[Mode
     numbers: Counter[str] = Counter()
     for load in loads:
         numbers[load.part] += _numbers(load)
-    asked = {name for load in loads for name, _ in load.tensors}
     report = LoadReport(
         architecture=checkpoint.architecture,
         numbers_by_part=dict(numbers),
@@ -88,9 +87,7 @@ def _prepare(checkpoint: Checkpoint, ops: Ops, max_model_len: int) -> tuple[Mode
         rotary=str(model.rotary),
         max_position=model.max_position,
         end_token_ids=checkpoint.end_token_ids,
-        unused_tensors=tuple(
-            name for name in checkpoint.names if name not in asked and not name.endswith(model.ignored_tensors)
-        ),
+        unused_tensors=tuple(name for name in checkpoint.unused if not name.endswith(model.ignored_tensors)),
         unknown_keys=model.unknown_keys,
     )
     return model, loads, report

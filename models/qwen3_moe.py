@@ -32,6 +32,7 @@ class Qwen3Moe(Decoder):
         )
         num_experts, top_k = read_routing_size(settings, "num_experts", "num_local_experts")
         routing = Routing(top_k=top_k, normalize=settings.get("norm_topk_prob", bool, False))
+        width = settings.need("intermediate_size", int)
         expert_width = settings.need("moe_intermediate_size", int)
         step = settings.get("decoder_sparse_step", int, 1)
         dense = set(settings.get("mlp_only_layers", list, []))
@@ -44,7 +45,7 @@ class Qwen3Moe(Decoder):
             )
             feed_forward: GatedMlp | ExpertLayer
             if number in dense or (number + 1) % step:
-                feed_forward = GatedMlp(ops, hidden_size, settings.need("intermediate_size", int), activation)
+                feed_forward = GatedMlp(ops, hidden_size, width, activation)
             else:
                 feed_forward = ExpertLayer(ops, hidden_size, num_experts, expert_width, routing, activation)
             layers.append(Layer(ops, hidden_size, eps, attention, feed_forward))

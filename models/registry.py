@@ -16,6 +16,7 @@ class Spec(NamedTuple):
 
 
 MODELS: dict[str, Spec] = {
+    "GptOssForCausalLM": Spec("gpt_oss", "GptOss"),
     "LlamaForCausalLM": Spec("llama", "Llama"),
     "MistralForCausalLM": Spec("llama", "Llama"),
     "Qwen2ForCausalLM": Spec("llama", "Llama"),

@@ -117,13 +117,18 @@ def read_activation(settings: Settings) -> Activation:
     return names[settings.expect("hidden_act", *names)]
 
 
-def read_windows(settings: Settings, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
-    """Each layer's sliding window: `layer_types` where the file has it, else `window` from layer `first` on."""
+def read_windows(
+    settings: Settings, num_layers: int, window: int | None, first: int = 0, every: int = 1
+) -> tuple[int | None, ...]:
+    """Each layer's sliding window: as `layer_types` says where the file has it.
+
+    Else `window` holds from layer `first` on, in every `every`-th layer.
+    """
     if window is not None and window < 1:
         raise ValueError(f"{settings.where}: sliding_window is {window}; it must be at least 1, or null for none")
     kinds = settings.get("layer_types", list, None)
     if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return tuple(window if layer >= first and (layer - first) % every == 0 else None for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
     strange = [kind for kind in kinds if kind not in known]
     if strange or len(kinds) != num_layers:

@@ -92,6 +92,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_key_value_heads=3,
     ),
 }
+_GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.8}
+CONFIGS |= {
+    "gpt-oss": _config("GptOssConfig", **_GPT_OSS, sliding_window=3, rope_parameters=YARN_ROPE),
+    "gpt-oss-wide": _config(
+        "GptOssConfig", **(_GPT_OSS | {"num_experts_per_tok": 4}), sliding_window=40, num_hidden_layers=3
+    ),
+}
 
 
 @functools.cache
