@@ -32,9 +32,11 @@ class StepPlan:
 
     step: int  # counts up from 0
     bucket: Bucket
-    fields: Mapping[str, np.ndarray]
+    control: np.ndarray  # [nbytes] uint8: the control block
+    fields: Mapping[str, np.ndarray]  # views of it
     seq_ids: np.ndarray  # [S] int64
     logits_row: np.ndarray  # [S] int32
     seats: np.ndarray  # [S] int32
+    sample_index: np.ndarray  # [S] int32: how many tokens its sequence has before it, prompt left out
     num_tokens: int  # live tokens of the T
     copies: np.ndarray  # [n, 3] int32: cache group, source block, destination block; done before the step

@@ -1,9 +1,9 @@
 """A scheduler over simulated cache memory: no tensors, but every read is held against the truth.
 
-The simulated graph keeps for each slot the position and the whole history (a chain hash over tokens) that its entry was
-computed from. A step reads through its block table and must find, at each position that it may see, the entry of its own
-history. Its next token is a function of that history, so a wrong read or write also shows in the tokens. What is planned
-is checked when it is planned: who may write where, and whether a step in flight could still touch it.
+The simulated graph keeps for each slot the position and the whole history (a chain hash over tokens) that its entry
+was computed from. A step reads through its block table and must find, at each position that it may see, the entry of
+its own history. Its next token is a function of that history, so a wrong read or write also shows in the tokens. What
+is planned is checked when it is planned: who may write where, and whether a step in flight could still touch it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ class World:
         self.keep_plans = False
 
     # -- requests ---------------------------------------------------------------------------------------------------
-    def add(self, prompt: list[int], max_tokens: int, *, n: int = 1, stepwise: bool = False, **more: object) -> list[int]:
+    def add(
+        self, prompt: list[int], max_tokens: int, *, n: int = 1, stepwise: bool = False, **more: object
+    ) -> list[int]:
         name = f"r{len(self.salts)}"
         ids = self.scheduler.add(prompt, max_tokens=max_tokens, n=n, request_id=name, stepwise=stepwise, **more)
         limit = min(len(prompt) + max_tokens, self.scheduler.max_model_len)
@@ -279,7 +281,9 @@ class World:
             for block in written:
                 if isinstance(memory, PagedMemory) and bucket.phase == "decode":
                     assert memory.pools[g].refs(block) == 1, "a shared block is written"
-                    assert memory.prefixes is None or block not in memory.prefixes._node_of[g], "an indexed block is written"
+                    assert memory.prefixes is None or block not in memory.prefixes._node_of[g], (
+                        "an indexed block is written"
+                    )
                 writers = touched[g].get(block, set())
                 for _, earlier in self.flights:
                     others = earlier[g].get(block, set()) - writers

@@ -1,0 +1,302 @@
+"""Brings control blocks to a device and samples back, while the device computes, in an order kept by events.
+
+A step's control block goes three ways, each by a copy that only starts when nobody needs what it overwrites:
+
+    plan --(host)--> host block --(copy stream)--> landing block --(compute stream)--> fixed inputs --> the step's graph
+                          ^ waits: uploaded             ^ waits: landed        ^ waits: uploaded
+
+A host block is refilled after its upload's event, a landing block after the event of its copy into the fixed inputs,
+and that copy waits for the upload. Fixed inputs are safe by order alone: copy and graph run on one stream. There are
+two host and two landing blocks, so the host fills one while the other is on its way. Samples come back the same way.
+
+`Device`, `Stream` and `Event` are the seam. They map one to one onto `torch.npu` / `torch.cuda`: `host_block` is pinned
+memory, `copy` is `copy_(non_blocking=True)` under the stream, `record` and `wait` are `record_event` and `wait_event`.
+`CpuDevice` keeps the same order with a worker thread. The tests run a device that delays and reorders all it may.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .control_block import ControlLayout
+from .plans import Bucket, StepPlan
+
+NUM_BLOCKS = 2  # the one that is filled and the one that is on its way
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Keep the host waiting until all work before the point is done. Raises what that work raised."""
+        ...
+
+
+class Stream(Protocol):
+    """Work done in the order in which it was given. Giving it does not wait for it."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy memory of equal shape and dtype."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work`, which launches a captured graph."""
+        ...
+
+    def record(self) -> Event:
+        """The point behind all work given so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Work given from now on starts after `event`, whichever stream it was recorded on."""
+        ...
+
+
+class Device(Protocol):
+    """Memory and the two streams of a step."""
+
+    copies: Stream  # host to device
+    compute: Stream  # graphs, and copies from device memory
+
+    def host_block(self, nbytes: int) -> Tensor:
+        """Host memory [nbytes] uint8 that a stream can copy from and to while the host goes on."""
+        ...
+
+    def device_block(self, nbytes: int) -> Tensor:
+        """Device memory [nbytes] uint8, zero."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was given, then stop."""
+        ...
+
+
+# -- control blocks on their way to the device ------------------------------------------------------------------------
+class _Slot:
+    """One host block, its landing block, and the events that say when each may be written again."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.host = device.host_block(nbytes)
+        self.bytes = self.host.numpy()
+        self.landing = device.device_block(nbytes)
+        self.uploaded: Event | None = None  # the host block has been read
+        self.landed: Event | None = None  # the landing block has been read
+
+
+class Staging:
+    """The way of one kind of control block, and the fixed inputs that its graph reads."""
+
+    def __init__(self, device: Device, layout: ControlLayout) -> None:
+        self.layout = layout
+        self.num_uploads = 0  # host-to-device copies so far: one a step
+        self._device = device
+        self._slots = [_Slot(device, layout.nbytes) for _ in range(NUM_BLOCKS)]
+        self._fixed = device.device_block(layout.nbytes)
+        self.inputs: Mapping[str, Tensor] = MappingProxyType(tensor_views(layout, self._fixed))
+
+    def stage(self, control: np.ndarray) -> None:
+        """Bring `control` [nbytes] uint8 into the fixed inputs, behind all that the compute stream was given so far."""
+        slot = self._slots[self.num_uploads % NUM_BLOCKS]
+        self.num_uploads += 1
+        self._await_host_block(slot)
+        slot.bytes[:] = control
+        self._await_landing_block(slot)
+        self._device.copies.copy(slot.landing, slot.host)
+        slot.uploaded = self._device.copies.record()
+        self._await_upload(slot)
+        self._device.compute.copy(self._fixed, slot.landing)
+        slot.landed = self._device.compute.record()
+
+    def _await_host_block(self, slot: _Slot) -> None:
+        if slot.uploaded is not None:
+            slot.uploaded.synchronize()
+
+    def _await_landing_block(self, slot: _Slot) -> None:
+        if slot.landed is not None:
+            self._device.copies.wait(slot.landed)
+
+    def _await_upload(self, slot: _Slot) -> None:
+        assert slot.uploaded is not None
+        self._device.compute.wait(slot.uploaded)
+
+
+class Stager:
+    """A `Staging` for every bucket."""
+
+    def __init__(self, device: Device, layouts: Mapping[Bucket, ControlLayout]) -> None:
+        self.stagings: Mapping[Bucket, Staging] = {
+            bucket: Staging(device, layout) for bucket, layout in layouts.items()
+        }
+
+    def stage(self, plan: StepPlan) -> None:
+        """Bring a plan's control block into its bucket's fixed inputs; its graph is to be run next."""
+        self.stagings[plan.bucket].stage(plan.control)
+
+    def inputs(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        """The bucket's fixed inputs by name: the same memory for life."""
+        return self.stagings[bucket].inputs
+
+
+def tensor_views(layout: ControlLayout, block: Tensor) -> dict[str, Tensor]:
+    """Each field of a control block as a tensor view of `block` [nbytes] uint8."""
+    views = {}
+    for field in layout.fields:
+        dtype = torch.from_numpy(np.zeros(0, field.dtype)).dtype
+        views[field.name] = block[field.offset : field.offset + field.nbytes].view(dtype).view(field.shape)
+    return views
+
+
+# -- samples on their way back ----------------------------------------------------------------------------------------
+class Arrival:
+    """Results of one step, on their way to the host."""
+
+    def __init__(self, block: np.ndarray, event: Event) -> None:
+        self._block = block
+        self._event = event
+        self.taken = False
+
+    def take(self) -> np.ndarray:
+        """Wait for the step and return a copy of its results; once."""
+        assert not self.taken, "results are taken once"
+        self._await_results()
+        self.taken = True
+        return self._block.copy()
+
+    def _await_results(self) -> None:
+        self._event.synchronize()
+
+
+class Returns:
+    """The way back: two host blocks, each sent again only after what lay in it was taken."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._blocks = [device.host_block(nbytes) for _ in range(NUM_BLOCKS)]
+        self._arrivals: list[Arrival | None] = [None] * NUM_BLOCKS
+        self._sent = 0
+
+    def send(self, results: Tensor) -> Arrival:
+        """Copy device memory of up to nbytes to the host, behind all that the compute stream was given so far."""
+        i = self._sent % NUM_BLOCKS
+        earlier = self._arrivals[i]
+        assert earlier is None or earlier.taken, f"{NUM_BLOCKS} steps are out: take the results of the earliest first"
+        self._sent += 1
+        block = self._blocks[i][: results.nbytes].view(results.dtype).view(results.shape)
+        self._device.compute.copy(block, results)
+        arrival = self._arrivals[i] = Arrival(block.numpy(), self._device.compute.record())
+        return arrival
+
+
+# -- the host as a device ---------------------------------------------------------------------------------------------
+class _Done:
+    """The event of work that is done when it is given."""
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+class _CallerStream:
+    """Work is done at once, by the thread that gives it."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        _copy(target, source)
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Event:
+        return _DONE
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+
+_DONE = _Done()
+
+
+class _WorkerEvent:
+    """Set by the worker; carries what the work before it raised."""
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self._error: BaseException | None = None
+
+    def synchronize(self) -> None:
+        self._flag.wait()
+        if self._error is not None:
+            raise RuntimeError(f"an earlier step failed: {self._error}") from self._error
+
+    def set(self, error: BaseException | None) -> None:
+        """The worker has come to this point."""
+        self._error = error
+        self._flag.set()
+
+
+class _WorkerStream:
+    """Work is done by one thread, in order. After an error the rest is skipped, and every later event tells it."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | _WorkerEvent | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._work.put(partial(_copy, target, source))
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def record(self) -> Event:
+        event = _WorkerEvent()
+        self._work.put(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        if event is not _DONE:
+            self._work.put(event.synchronize)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            if isinstance(item, _WorkerEvent):
+                item.set(self._error)
+            elif self._error is None:
+                try:
+                    item()
+                except BaseException as error:  # told by the next event
+                    self._error = error
+
+
+class CpuDevice:
+    """The host's own memory. Uploads are ordered calls; graphs run in a worker thread, so that the order matters."""
+
+    def __init__(self) -> None:
+        self.copies: Stream = _CallerStream()
+        self._worker = _WorkerStream("airdecode-compute")
+        self.compute: Stream = self._worker
+
+    def host_block(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def device_block(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._worker.close()
