@@ -71,5 +71,5 @@ class ExpertLayer(nn.Module):
             experts.load_down(expert, down)
 
         gate_up = [(f"{name}.gate_proj.weight", wide), (f"{name}.up_proj.weight", wide)]
-        yield Load("experts", gate_up, put_gate_up, experts)
-        yield Load("experts", [(f"{name}.down_proj.weight", narrow)], put_down, experts)
+        yield Load("experts", gate_up, put_gate_up, [experts])
+        yield Load("experts", [(f"{name}.down_proj.weight", narrow)], put_down, [experts])

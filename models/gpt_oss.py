@@ -103,6 +103,6 @@ class BiasedExperts(nn.Module):
 
         prefix = f"{name}.experts"
         gate_up = [(f"{prefix}.gate_up_proj", (E, C, 2 * F)), (f"{prefix}.gate_up_proj_bias", (E, 2 * F))]
-        yield Load("experts", gate_up, put_gate_up, experts)
+        yield Load("experts", gate_up, put_gate_up, [experts])
         down = [(f"{prefix}.down_proj", (E, F, C)), (f"{prefix}.down_proj_bias", (E, C))]
-        yield Load("experts", down, put_down, experts)
+        yield Load("experts", down, put_down, [experts])

@@ -100,7 +100,7 @@ def _numbers(load: Load) -> int:
 def _check_filled(model: Model, loads: list[Load]) -> None:
     """Every parameter is filled by an instruction, or the model's file is wrong."""
     filled = set()
-    for load in loads:
-        filled |= {id(p) for p in load.fills.parameters()} if isinstance(load.fills, nn.Module) else {id(load.fills)}
+    for target in (target for load in loads for target in load.fills):
+        filled |= {id(part) for part in target.parameters()} if isinstance(target, nn.Module) else {id(target)}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in filled]
     assert not missing, f"no instruction fills {missing}"

@@ -27,7 +27,7 @@ class Load:
     part: str  # "embedding", "attention", "feed-forward", "experts", "norms", "head": for the report
     tensors: Sequence[tuple[str, tuple[int, ...]]]  # name in the checkpoint, shape
     put: Callable[..., None]  # takes the tensors one by one; copies or packs them
-    fills: nn.Module | nn.Parameter  # what is complete once all its instructions are done
+    fills: Sequence[nn.Module | nn.Parameter]  # what is complete once all their instructions are done
 
 
 class Model(nn.Module, ABC):
@@ -71,14 +71,14 @@ def vector(ops: Ops, size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(size, dtype=ops.dtype), requires_grad=False)
 
 
-def load_vector(part: str, parameter: nn.Parameter, name: str) -> Load:
-    """Fill a parameter with the tensor of its own shape."""
+def load_vector(part: str, parameter: nn.Parameter, name: str, scale: float = 1.0) -> Load:
+    """Fill a parameter with the tensor of its own shape, times `scale`."""
 
     def put(stored: Tensor) -> None:
         with torch.no_grad():
-            parameter.copy_(stored)
+            parameter.copy_(stored if scale == 1.0 else stored.float() * scale)
 
-    return Load(part, [(name, tuple(parameter.shape))], put, parameter)
+    return Load(part, [(name, tuple(parameter.shape))], put, [parameter])
 
 
 def load_linear(part: str, linear: Any, parts: Sequence[tuple[str, int]], *, bias: bool = False) -> Load:
@@ -92,4 +92,4 @@ def load_linear(part: str, linear: Any, parts: Sequence[tuple[str, int]], *, bia
     def put(*stored: Tensor) -> None:
         linear.load(stored[: len(parts)], stored[len(parts) :])
 
-    return Load(part, tensors, put, linear)
+    return Load(part, tensors, put, [linear])

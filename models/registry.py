@@ -16,6 +16,7 @@ class Spec(NamedTuple):
 
 
 MODELS: dict[str, Spec] = {
+    "DeepseekV3ForCausalLM": Spec("deepseek", "Deepseek"),
     "GptOssForCausalLM": Spec("gpt_oss", "GptOss"),
     "LlamaForCausalLM": Spec("llama", "Llama"),
     "MistralForCausalLM": Spec("llama", "Llama"),

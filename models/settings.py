@@ -83,6 +83,10 @@ class Settings:
             raise ValueError(f"{self.where}: {name} is {value!r}; only {wanted} is supported")
         return value
 
+    def skip(self, *names: str) -> None:
+        """Name keys that leave this family's numbers alone."""
+        self._read.update(names)
+
     def finish(self) -> tuple[str, ...]:
         """Refuse what changes the numbers and nobody took; return the names of the keys that nothing is known of."""
         for name, value in _SUPPORTED.items():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..inputs import StepInputs
 from .protocol_experts import ExpertOps
+from .protocol_latent import LatentOps
 
 LayerCache = tuple[Tensor, ...]  # one layer's cache tensors in the order of its CacheParts, each of `cache_shape`
 Activation = Literal["silu", "gelu_tanh"]
@@ -62,7 +63,7 @@ class Linear(Protocol):
         ...
 
 
-class Ops(ExpertOps, Protocol):
+class Ops(ExpertOps, LatentOps, Protocol):
     """One implementation of every operator."""
 
     name: str

@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from ..inputs import StepInputs
 from .protocol import Activation, Heads, LayerCache, Rotary
+from .reference_attention import attend, rms_norm, rotate, rows, write
 from .reference_experts import ReferenceExpertOps
+from .reference_latent import ReferenceLatentOps
 
 
 class ReferenceLinear(nn.Module):
@@ -52,7 +54,7 @@ class ReferenceLinear(nn.Module):
         return functional.embedding(ids, self.weight)
 
 
-class ReferenceOps(ReferenceExpertOps):
+class ReferenceOps(ReferenceExpertOps, ReferenceLatentOps):
     """The protocol `Ops`, see there for what each operator takes and gives."""
 
     name = "reference"
@@ -91,9 +93,7 @@ class ReferenceOps(ReferenceExpertOps):
 
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return normed.to(x.dtype) * weight
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -137,8 +137,8 @@ class ReferenceOps(ReferenceExpertOps):
             q = self.rms_norm(q, q_norm, eps)
         if k_norm is not None:
             k = self.rms_norm(k, k_norm, eps)
-        _write(cache[0], slot_mapping, rotate(k, rotary))
-        _write(cache[1], slot_mapping, v)
+        write(cache[0], slot_mapping, rotate(k, rotary))
+        write(cache[1], slot_mapping, v)
         return rotate(q, rotary)
 
     def attention(
@@ -153,77 +153,5 @@ class ReferenceOps(ReferenceExpertOps):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        block_table = step.groups[group].block_table
-        key_BLGD = _rows(cache[0], block_table, step)
-        value_BLGD = _rows(cache[1], block_table, step)
-        query_BQHD, visible_BQL = _queries(q, step, key_BLGD.shape[1], window)
-        repeat = heads.query // heads.kv
-        scores_BHQL = scale * torch.einsum(
-            "bqhd,blhd->bhql", query_BQHD.float(), key_BLGD.float().repeat_interleave(repeat, 2)
-        )
-        weights_BHQL = _softmax(scores_BHQL, visible_BQL[:, None], sinks)
-        out_BQHD = torch.einsum("bhql,blhd->bqhd", weights_BHQL, value_BLGD.float().repeat_interleave(repeat, 2))
-        return _own_row(out_BQHD, step).to(q.dtype).flatten(1)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """[T, heads, D] -> the same, its first 2*half dims turned by the step's angles; cos and sin are [T, half]."""
-    cos, sin = rotary.cos[:, None], rotary.sin[:, None]
-    turned = 2 * cos.shape[-1]
-    wide = x[..., :turned].float()
-    if rotary.interleaved:
-        a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
-        out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    else:
-        a, b = wide.chunk(2, dim=-1)
-        out = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    return torch.cat([out.to(x.dtype), x[..., turned:]], dim=-1)
-
-
-def _write(cache: Tensor, slot_mapping: Tensor, values: Tensor) -> None:
-    """Put values [T, heads, dim] at their slots of cache [N, P, heads, dim], in place."""
-    block_size = cache.shape[1]
-    cache.index_put_((slot_mapping // block_size, slot_mapping % block_size), values)
-
-
-def _rows(cache: Tensor, block_table: Tensor | None, step: StepInputs) -> Tensor:
-    """[B, L, heads, dim]: each row's cache in order; zeros beyond kv_len, so that nothing that lies there can leak."""
-    paged = cache.unflatten(0, (len(step.kv_len), -1)) if block_table is None else cache[block_table]
-    rows = paged.flatten(1, 2)
-    key_index = torch.arange(rows.shape[1], device=rows.device)
-    return torch.where((key_index < step.kv_len[:, None])[:, :, None, None], rows, 0)
-
-
-def _queries(q: Tensor, step: StepInputs, length: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """The queries that each row is asked [B, Q, H, D], and which of its L keys each of them sees [B, Q, L] bool.
-
-    Decode asks row b its own token. Prefill asks every row all T tokens; `_own_row` keeps each token's own answer.
-    """
-    if step.phase == "decode":
-        queries, positions = q[:, None], step.positions[:, None]
-    else:
-        queries = q.expand(len(step.kv_len), *q.shape)
-        positions = step.positions.expand(len(step.kv_len), -1)
-    key_index = torch.arange(length, device=q.device)
-    visible = (key_index <= positions[:, :, None]) & (key_index < step.kv_len[:, None, None])
-    if window is not None:
-        visible = visible & (key_index > positions[:, :, None] - window)
-    return queries, visible
-
-
-def _own_row(out_BQHD: Tensor, step: StepInputs) -> Tensor:
-    """[B, Q, H, D] -> [T, H, D]: what each token's own row answered."""
-    if step.phase == "decode":
-        return out_BQHD[:, 0]
-    token = torch.arange(out_BQHD.shape[1], device=out_BQHD.device)
-    row = (token[:, None] >= step.q_cu_len).sum(1)
-    return out_BQHD[row, token]
-
-
-def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights over the last axis of float32 scores [B, H, Q, L]; a sink takes a share and gives nothing."""
-    scores = torch.where(visible, scores, -torch.inf)
-    if sinks is None:
-        return scores.softmax(-1)
-    sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+        key, value = rows(cache[0], step, group), rows(cache[1], step, group)
+        return attend(q, key, value, step, scale, window=window, sinks=sinks).to(q.dtype).flatten(1)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from airdecode.graph.inputs import GroupInputs, StepInputs
 from airdecode.graph.ops.protocol import Heads, Rotary
-from airdecode.graph.ops.reference import ReferenceOps, rotate
+from airdecode.graph.ops.reference import ReferenceOps
+from airdecode.graph.ops.reference_attention import rotate
 
 OPS = ReferenceOps(torch.float32)
 P = 4

@@ -99,6 +99,36 @@ CONFIGS |= {
         "GptOssConfig", **(_GPT_OSS | {"num_experts_per_tok": 4}), sliding_window=40, num_hidden_layers=3
     ),
 }
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
+_MSCALE = {"mscale": 0.8, "mscale_all_dim": 1.2}
+CONFIGS |= {
+    "deepseek": _config("DeepseekV3Config", **_DEEPSEEK, num_hidden_layers=3),
+    "deepseek-yarn": _config(
+        "DeepseekV3Config",
+        **(_DEEPSEEK | {"q_lora_rank": None, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        rope_parameters=YARN_ROPE | _MSCALE,
+    ),
+    "deepseek-eight": _config(
+        "DeepseekV3Config",
+        **(_DEEPSEEK | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+        norm_topk_prob=False,
+        n_shared_experts=2,
+        attention_bias=True,
+    ),
+}
 
 
 @functools.cache
