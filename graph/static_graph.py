@@ -6,12 +6,17 @@ another shape, and nothing is traced or compiled again. It knows nothing of what
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from .targets import Target
 
 Inputs = tuple[object, ...]  # positional arguments of the module: tensors, or lists and tuples of tensors
 
@@ -71,3 +76,45 @@ def compiler_runs() -> int:
     from torch._dynamo.utils import compilation_time_metrics, counters
 
     return len(compilation_time_metrics.get("compile_fx_inner", ())) + counters["stats"]["unique_graphs"]
+
+
+class GraphBook:
+    """Captures graphs and keeps account of what that cost."""
+
+    def __init__(self, target: Target | None) -> None:
+        """`target` None: steps run eagerly."""
+        self._target = target
+        self._known_runs = compiler_runs()
+        self.graphs: list[StaticGraph] = []
+        self.compiled = 0
+
+    def capture(
+        self, name: str, module: nn.Module, inputs: Inputs, identity: str, say: Callable[[str], None]
+    ) -> StaticGraph:
+        """Capture one module. Raises CaptureError where it cannot be one static graph."""
+        if self._target is None:
+            graph = capture_eagerly(name, module, inputs)
+        else:
+            begin, runs = time.perf_counter(), compiler_runs()
+            say(f"capturing {name} (graph {len(self.graphs) + 1}) ...")
+            graph = self._target.capture(name, module, inputs, identity)
+            made = compiler_runs() - runs
+            if made > 1:
+                raise CaptureError(f"{name} took {made} compilations: it breaks into several graphs")
+            self.compiled += made
+            self._known_runs += made
+            how = "from the cache" if graph.from_cache else "compiled"
+            say(f"captured {name}: {how} in {time.perf_counter() - begin:.1f} s\n")
+        self.graphs.append(graph)
+        return graph
+
+    def counts(self) -> dict[str, Any]:
+        """How many graphs there are, and how many compilations the compiler itself counts, before and after capture."""
+        return {
+            "captured": len(self.graphs),
+            "compiled": self.compiled,
+            "recompiles": compiler_runs() - self._known_runs,
+            "cache_hits": sum(graph.from_cache for graph in self.graphs),
+            "capture_s": sum(graph.seconds for graph in self.graphs),
+            "names": [graph.name for graph in self.graphs],
+        }

@@ -75,14 +75,20 @@ class PrefillStep(_Step):
 
 
 class ScoreStep(_Step):
-    """A prefill step that gives the logits of every position."""
+    """A prefill step that also gives the logits of every position."""
 
     phase: Phase = "prefill"
 
-    def forward(self, fields: list[Tensor], caches: list[LayerCache], logits: Tensor) -> None:
-        """logits [T, V] float32 is written in place."""
+    def forward(
+        self, fields: list[Tensor], caches: list[LayerCache], seat_tokens: Tensor, logits: Tensor, scores: Tensor
+    ) -> None:
+        """As a prefill step; scores [T, V] float32 is written in place too."""
         named, step = self._read(fields)
-        logits.copy_(self.model.logits(self.model(named["host_token"], step, caches)))
+        every = self.model.logits(self.model(named["host_token"], step, caches))
+        chosen = every.index_select(0, named["logits_rows"])
+        scores.copy_(every)
+        logits.copy_(chosen)
+        self.ops.put_tokens(seat_tokens, named["seat"], self.ops.argmax(chosen))
 
 
 class CopyBlocks(nn.Module):

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...host.staging import CpuDevice, Device
 from .. import native
+from ..ops.protocol import Ops
 from ..static_graph import CaptureError, Inputs, StaticGraph, flat_tensors
 
 PACKAGE = Path(__file__).parents[2]
@@ -54,6 +57,17 @@ class CpuTarget:
     def __init__(self, cache_folder: Path | None = None) -> None:
         self.cache_folder = cache_folder or native.cache_folder() / "graphs"
 
+    def make_ops(self, dtype: torch.dtype, weights: str) -> Ops:
+        from ..ops.cpu.ops import CpuOps
+
+        return CpuOps(dtype)
+
+    def open_device(self, threads: int | None) -> Device:
+        """Graphs run in one worker thread, which has `threads` helpers fewer one."""
+        device = CpuDevice()
+        device.compute.run(lambda: torch.set_num_threads(threads or usable_cpus()))
+        return device
+
     def capture(self, name: str, module: nn.Module, inputs: Inputs, identity: str) -> StaticGraph:
         """Compile `module(*inputs)`, which returns nothing and writes its results into its inputs.
 
@@ -69,6 +83,16 @@ class CpuTarget:
             _compile(name, module, inputs, library)
         run = _bind(name, library, state, flat)
         return StaticGraph(name, run, flat, time.perf_counter() - start, from_cache)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity, cut to the control group's quota."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -106,16 +130,26 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, inputs, strict=False)
-            files = torch._inductor.aot_compile(exported.module(), inputs, options=options)
+            made = torch._inductor.aot_compile(exported.module(), inputs, options=options)
         except Exception as error:
-            raise CaptureError(f"{name} cannot be one static graph: {error}") from error
+            raise CaptureError(f"{name} cannot be one static graph: {_cause(error)}") from error
+    assert isinstance(made, list)
+    files = [file for file in made if isinstance(file, str)]
     _check_calls(name, files)
-    made = next(file for file in files if str(file).endswith(".so"))
+    compiled = next(file for file in files if file.endswith(".so"))
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         copy = Path(folder) / library.name
-        shutil.copyfile(made, copy)
+        shutil.copyfile(compiled, copy)
         os.replace(copy, library)
+
+
+def _cause(error: Exception) -> str:
+    """The error in one line, with the innermost line of code that is not PyTorch's own."""
+    inside = str(Path(torch.__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    words = " ".join(str(error).split())
+    return f"{words[:400]} (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})"
 
 
 def _check_calls(name: str, files: list[str]) -> None:

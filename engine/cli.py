@@ -1,0 +1,193 @@
+"""The command line: `airdecode pull | generate | bench | ...`. Each command is a thin layer over the library.
+
+Answers go to standard output, progress to standard error. A mistake of the user's is one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from ..configs import preset
+from ..configs.engine import EngineConfig
+from ..configs.sampling import SamplingParams
+
+PROCESS_START = time.perf_counter()
+EXAMPLES = """examples:
+  airdecode generate --model smollm2-135m --prompt "The capital of France is"
+  airdecode generate --model ./my-checkpoint --chat --prompt "Name three fruits." --temperature 0.7 --seed 1
+  airdecode bench --model smollm2-135m --batch 1,8 --prompt-len 128 --new-tokens 128
+  airdecode info --model smollm2-135m
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status = arguments.run(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"airdecode: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (ValueError, FileNotFoundError)) else 1
+    except KeyboardInterrupt:
+        print("airdecode: interrupted", file=sys.stderr)
+        return 130
+    return int(status or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .bench.command import add_arguments as add_bench
+
+    parser = argparse.ArgumentParser(
+        prog="airdecode",
+        description="Decode large language models on static graphs.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    pull = commands.add_parser("pull", help="fetch a demo model into the cache folder")
+    pull.add_argument("name", help="smollm2-135m")
+    pull.set_defaults(run=_pull)
+    generate = commands.add_parser("generate", help="continue a prompt", epilog=EXAMPLES)
+    _add_engine(generate)
+    _add_sampling(generate)
+    generate.set_defaults(run=_generate)
+    info = commands.add_parser("info", help="show a model, its buckets and what memory they take")
+    _add_engine(info)
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.set_defaults(run=_info)
+    bench = commands.add_parser("bench", help="measure latency, side by side in one run", epilog=EXAMPLES)
+    add_bench(bench)
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a demo model's name, a Hugging Face folder, or a GGUF file")
+    parser.add_argument("--config", metavar="NAME|FILE", help=f"a preset ({', '.join(preset.names())}) or a YAML file")
+    parser.add_argument("--target", choices=["cpu", "npu", "ascend-sim"], help="where graphs run (default: cpu)")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], help="of activations and cache")
+    parser.add_argument("--weights", choices=["auto", "int8", "int4"], help="quantise linear layers at load")
+    parser.add_argument("--threads", type=int, help="default: the CPUs that this process may use")
+    parser.add_argument("--max-model-len", type=int, help="prompt and generated tokens together")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any key of EngineConfig, e.g. block_size=32"
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", help="the text to continue; without it, standard input is read")
+    parser.add_argument("--chat", action="store_true", help="give the prompt as a user's message of a chat")
+    parser.add_argument("--max-tokens", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, help="equal seeds draw equal tokens from equal logits")
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after end tokens, up to --max-tokens")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every step")
+
+
+def engine_options(arguments: argparse.Namespace) -> tuple[str, EngineConfig]:
+    """The model and the configuration that the options ask for. Raises ValueError naming what is wrong."""
+    chosen = preset.read(arguments.config) if arguments.config else preset.Preset(engine={})
+    model = arguments.model or chosen.model
+    if model is None:
+        raise ValueError("no model: give --model smollm2-135m, a Hugging Face folder or a GGUF file")
+    overrides: dict[str, Any] = {}
+    for item in arguments.set:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"--set {item}: write KEY=VALUE, for example --set block_size=32")
+        overrides[key] = yaml.safe_load(value)
+    for key in ("target", "dtype", "weights", "threads", "max_model_len", "trace"):
+        value = getattr(arguments, key, None)
+        if value is not None:
+            overrides[key] = value
+    return model, chosen.config.replace(**overrides)
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from . import hub
+
+    print(hub.pull(arguments.name, say))
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    model, config = engine_options(arguments)
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+    )
+    text = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    prompt = [{"role": "user", "content": text}] if arguments.chat else text
+    from .engine import Engine
+
+    with Engine.load(model, config, progress=say) as engine:
+        load_s = time.perf_counter() - PROCESS_START
+        if not arguments.json:
+            for piece in engine.stream(prompt, params):
+                print(piece, end="", flush=True)
+            print()
+            return
+        output = engine.generate([prompt], params)[0]
+        sample, metrics = output.outputs[0], output.metrics
+        first = metrics.first_token or metrics.arrived
+        answer = {
+            "text": sample.text,
+            "token_ids": list(sample.token_ids),
+            "prompt_token_ids": list(output.prompt_token_ids),
+            "finish_reason": sample.finish_reason,
+            "timings": {
+                "load_s": load_s,
+                "warmup_s": engine.stats()["graphs"]["capture_s"],
+                "first_token_s": first - PROCESS_START,
+                **{name: value for name, value in metrics.to_dict().items() if name != "queue_ms"},
+            },
+            "graphs": engine.stats()["graphs"],
+        }
+        print(json.dumps(answer))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from . import hub
+    from .bench.command import main_bench
+
+    return main_bench(arguments, lambda model: hub.resolve(model, say))
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from .info import describe
+
+    model, config = engine_options(arguments)
+    facts = describe(model, config, say)
+    print(json.dumps(facts.as_dict(), indent=2) if arguments.json else facts.as_text())
+
+
+def say(message: str) -> None:
+    """Progress, on standard error: on one line where that is a terminal, else a line each."""
+    if sys.stderr.isatty():
+        end = "" if not message.endswith("\n") else "\n"
+        print(f"\r\x1b[K{message.rstrip()}", end=end, file=sys.stderr, flush=True)
+    elif message.endswith("\n"):
+        print(message.rstrip(), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Engine: what a service embeds. Load a checkpoint, then generate, stream and score from any thread.
+
+Every method may be called from several threads at once; requests of all of them share the batch. A bad request raises
+in its own caller and touches nobody else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..configs import preset
+from ..configs.engine import EngineConfig
+from ..configs.sampling import SamplingParams
+from ..graph.ops.protocol import Ops
+from ..graph.targets import Target, make_target
+from ..host.scheduler import Scheduler
+from ..models.checkpoint import Checkpoint, torch_dtype
+from ..models.loader import LoadReport, load_model
+from . import hub
+from .loop import Loop
+from .outputs import RequestOutput
+from .requests import Request
+from .runner import Runner
+from .sampling_state import banned_ids, request_seed
+from .text import Prompt, Text
+from .trace import Recorder
+
+DEFAULT_MAX_LEN = 2048  # where the configuration leaves max_model_len open and the model allows more
+
+
+class Engine:
+    """A model, ready to decode. Use `Engine.load`, and `close` it or use it in a `with` block."""
+
+    def __init__(self, text: Text, runner: Runner, loop: Loop, report: LoadReport, config: EngineConfig) -> None:
+        self.text, self.report, self.config = text, report, config
+        self._runner, self._loop = runner, loop
+        self._numbers = itertools.count()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        config: EngineConfig | Mapping[str, Any] | str | None = None,
+        *,
+        progress: Callable[[str], None] | None = None,
+        **overrides: Any,
+    ) -> Engine:
+        """Load a demo model by name, a Hugging Face folder, or a GGUF file.
+
+        `config`: an EngineConfig, its keys as a mapping, or a preset's name; `overrides` are keys of EngineConfig.
+        `progress` is told what is going on. Raises ValueError, naming value and remedy, on anything that cannot be
+        loaded as asked; RuntimeError where the machine lacks something.
+        """
+        say = progress or _silent
+        settings = _settings(config, overrides)
+        folder = hub.resolve(str(model), say)
+        checkpoint = Checkpoint(folder)
+        target = make_target(settings.target, Path(settings.compile_cache) if settings.compile_cache else None)
+        ops = make_ops(settings, target, checkpoint)
+        max_model_len = max_len_of(settings, checkpoint)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        text = Text.load(folder)
+
+        def loading(done: int, total: int) -> None:
+            say(f"loading weights {100 * done // max(total, 1)} %" + ("\n" if done == total else ""))
+
+        built, report = load_model(folder, ops, max_model_len, loading)
+        dtypes = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in ops.index_dtypes.items()}
+        scheduler = Scheduler(settings, built.groups, max_model_len=max_model_len, index_dtypes=dtypes)
+        identity = f"{report.architecture} {checkpoint.config} {ops.name} {settings.weights} {max_model_len}"
+        runner = Runner(built, target, scheduler, identity=identity, capture=settings.capture, say=say)
+        return cls(text, runner, Loop(scheduler, runner, text, pipeline=settings.pipeline), report, settings)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue each prompt; returns when all are done, in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a list of chat messages ({"role": ..., "content": ...}). One
+        SamplingParams serves all, or give one for each.
+        """
+        listed = _listed(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(each) != len(listed):
+            raise ValueError(f"{len(listed)} prompts but {len(each)} SamplingParams; give one, or one for each prompt")
+        made = [self._request(prompt, one, streamed=False) for prompt, one in zip(listed, each, strict=True)]
+        try:
+            for request in made:
+                self._loop.submit(request)
+            for request in made:
+                request.done.wait()
+        except BaseException:  # what was not admitted must not leave the others running for nobody
+            for request in made:
+                self._loop.cancel(request)
+            raise
+        return [request.output() for request in made]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text in pieces as they come; joined they are the text of `generate`. Leaving the loop cancels."""
+        chosen = params or SamplingParams()
+        if chosen.n != 1:
+            raise ValueError(f"n is {chosen.n}; a stream has one sample: call generate for several")
+        request = self._request(prompt, chosen, streamed=True)
+        self._loop.submit(request)
+        return self._pieces(request)
+
+    def _pieces(self, request: Request) -> Iterator[str]:
+        assert request.pieces is not None
+        try:
+            while (piece := request.pieces.get()) is not None:
+                yield piece
+            request.output()  # raises what ended it, where that was a fault
+        finally:
+            self._loop.cancel(request)
+
+    def score(self, token_ids: Prompt) -> Tensor:
+        """Logits [T, V] float32 of every position of a prompt, computed by captured graphs in chunks."""
+        request = self._request(token_ids, SamplingParams(max_tokens=1), streamed=False)
+        request.scores = []
+        self._loop.submit(request)
+        request.done.wait()
+        request.output()
+        return torch.cat(request.scores)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, *, streamed: bool) -> Request:
+        request_id = f"request-{next(self._numbers)}"
+        try:
+            ids = self.text.encode(prompt)
+            request = Request(request_id, ids, params, seed=request_seed(params), streamed=streamed)
+            request.banned = banned_ids(params, self.text.end_token_ids, self.text.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{request_id}: {error}") from None
+        return request
+
+    # -- the engine itself ----------------------------------------------------------------------------------------
+    def capture(self) -> None:
+        """Capture every bucket's graph now: what a service does before it says ready. Raises where one cannot be."""
+        self._loop.call(self._runner.capture_all)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts so far: graphs, steps, sequences, blocks, and bytes of cache."""
+        with self._loop.lock:
+            scheduler = self._loop.scheduler.stats()
+        return {"graphs": self._runner.book.counts(), "cache_bytes": self._runner.cache_bytes, **scheduler}
+
+    @property
+    def steps(self) -> Recorder:
+        """What each of the last steps did when."""
+        return self._loop.recorder
+
+    def close(self) -> None:
+        """Abort what runs, end the threads, give back memory. Closing twice is harmless."""
+        self._loop.close()
+        self._runner.close()
+        if self.config.trace is not None:
+            self.steps.write(Path(self.config.trace))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def max_len_of(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Tokens that a sequence may have, prompt and generated ones together."""
+    allowed = checkpoint.config.get("max_position_embeddings", DEFAULT_MAX_LEN)
+    return config.max_model_len or min(allowed, DEFAULT_MAX_LEN)
+
+
+def make_ops(config: EngineConfig, target: Target, checkpoint: Checkpoint) -> Ops:
+    """The operators that a configuration asks for, in its dtype or else the checkpoint's."""
+    stored = torch_dtype(checkpoint.config) or torch.float32
+    dtype = stored if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.operators == "reference":
+        from ..graph.ops.reference import ReferenceOps
+
+        if config.weights != "auto":
+            raise ValueError(f"weights is {config.weights!r} with operators='reference', which quantise nothing")
+        return ReferenceOps(dtype)
+    if config.operators not in ("auto", target.name):
+        raise ValueError(f"operators is {config.operators!r}, target is {target.name!r}; use 'auto' or 'reference'")
+    return target.make_ops(dtype, config.weights)
+
+
+def _settings(config: EngineConfig | Mapping[str, Any] | str | None, overrides: Mapping[str, Any]) -> EngineConfig:
+    if isinstance(config, str):
+        config = preset.read(config).config
+    if not isinstance(config, EngineConfig):
+        config = EngineConfig.parse(config or {})
+    return config.replace(**overrides)
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list of several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and not isinstance(items[0], (str, list, tuple)) and not hasattr(items[0], "__array__"):
+        return [items]  # token ids, or chat messages
+    if items and hasattr(items[0], "__array__") and getattr(items[0], "ndim", 1) == 0:
+        return [items]  # token ids of an array
+    return items
+
+
+def _silent(message: str) -> None:
+    """Progress that nobody asked for."""
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with the graphs' own
