@@ -5,6 +5,8 @@ The public names are loaded on first use, so that importing the package, or one 
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from .engine.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
+
+if find_spec("torch_npu"):  # its autoload makes `import torch` fail where CANN is missing; our targets load it themselves
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 _PUBLIC = {
     "CompletionOutput": "engine.outputs",

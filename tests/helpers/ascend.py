@@ -16,9 +16,7 @@ def compiled(function: Callable[..., Any], *, wide: bool = False, **options: Any
     from airdecode.graph.targets.ascend_sim.compile import compile_function
     from airdecode.graph.targets.ascend_sim.interpreter import Interpreter
 
-    return compile_function(
-        "step", function, lambda graph, given: Interpreter(graph, wide=wide).run(given), **options
-    )
+    return compile_function("step", function, lambda graph, given: Interpreter(graph, wide=wide).run(given), **options)
 
 
 def types(made: Any, *, views: bool = False) -> list[str]:

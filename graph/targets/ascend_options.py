@@ -1,0 +1,42 @@
+"""torchair's options, in one object for the whole process: the graph engine starts once and takes no second opinion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Options:
+    """How graphs are made on Ascend. `torchair` reaches any option of torchair's own by its dotted name."""
+
+    mode: Literal["ge", "npugraph_ex", "eager"] = "ge"
+    frozen_parameter: bool = True  # parameters have one address for life
+    tiling_on_device: bool = True  # or a step waits for the host to tile by lengths
+    sorting: Literal["BFS", "DFS", "RDFS", "StableRDFS"] = "StableRDFS"
+    cache_folder: str | None = None  # of torchair's compiled graphs; None: compile anew
+    torchair: Mapping[str, Any] = field(default_factory=dict)
+
+
+def compiler_config(options: Options) -> Any:
+    """torchair's CompilerConfig. Raises ValueError for a dotted name that torchair does not have."""
+    import torchair
+
+    config = torchair.CompilerConfig()
+    if options.mode == "npugraph_ex":
+        config.mode = "npugraph_ex"
+        config.experimental_config.frozen_parameter = options.frozen_parameter
+    else:
+        config.mode = "max-autotune"
+        config.experimental_config.frozen_parameter = options.frozen_parameter
+        config.experimental_config.tiling_schedule_optimize = options.tiling_on_device
+        config.experimental_config.topology_sorting_strategy = options.sorting
+    for name, value in options.torchair.items():
+        owner, *path = config, *name.split(".")
+        for part in path[:-1]:
+            owner = getattr(owner, part, None)
+        if owner is None or not hasattr(owner, path[-1]):
+            raise ValueError(f"torchair has no option {name!r}; see torchair.CompilerConfig")
+        setattr(owner, path[-1], value)
+    return config

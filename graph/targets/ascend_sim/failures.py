@@ -1,0 +1,69 @@
+"""Turns what Dynamo or torchair raised into findings: which rule of static graphs was broken, and where."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..findings import Finding
+from ..origins import source_of_error
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Errors whose text matches, and what they mean."""
+
+    pattern: str
+    rule: str
+    remedy: str
+
+
+_KINDS = (
+    _Kind(
+        r"Tensor\.item|\.item\(\)|_local_scalar_dense|tolist|GuardOnDataDependent|data-dependent expression",
+        "no host round trip: a graph never waits for a value of its own",
+        "keep the value a tensor; decide on the host before the step",
+    ),
+    _Kind(
+        r"nonzero|masked_select|unique|data[- ]dependent (operator|output|shape)|dynamic shape operator|DynamicOutput",
+        "no shape depends on data",
+        "compute every row and mask the result, or select by an index tensor of fixed size",
+    ),
+    _Kind(
+        r"[Uu]nknown keyword argument|unexpected keyword|does not have .* argument|missing value for argument",
+        "parameter names of v1 and v2 do not mix",
+        "v1: num_heads, scale, actual_seq_lengths(_kv); v2: num_query_heads, softmax_scale, actual_seq_qlen/kvlen",
+    ),
+    _Kind(
+        r"ge_converter is|not implemented|IR.*not registered|unsupported|no converter|is not supported|Ascend",
+        "every operator has a converter",
+        "use an operator that torchair converts; a cache is written by npu_scatter_pa_kv_cache or scatter_update_",
+    ),
+)
+_OPERATOR = re.compile(r"= ([\w.]+)$")
+
+
+def explain(error: BaseException) -> list[Finding]:
+    """One finding that names the rule, the operator or value, and the user's line."""
+    source = source_of_error(error)
+    text = _whole_text(error)
+    kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
+    operator = _OPERATOR.search(source.fx)
+    if kind is None or (operator and kind is not _KINDS[3] and "converter" in text):
+        kind = _KINDS[3] if operator else _Kind("", "the function is one graph", "see the message")
+    value = operator[1] if operator else _first_line(error)
+    return [Finding("error", kind.rule, value, kind.remedy, source.line)]
+
+
+def _whole_text(error: BaseException) -> str:
+    parts: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        parts.append(str(seen))
+        seen = seen.__cause__ or seen.__context__
+    return "\n".join(parts)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
