@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if find_spec("torch_npu"):  # its autoload makes `import torch` fail where CANN is missing; our targets load it themselves
+# torch_npu's autoload makes `import torch` fail where CANN is missing; our targets load it themselves.
+if find_spec("torch_npu"):
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 _PUBLIC = {
