@@ -7,7 +7,7 @@ it, gathers the rotation once a step, and names the checkpoint's tensors as Llam
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -49,6 +49,18 @@ class Layer(nn.Module):
         yield from self.feed_forward.weights(f"{name}.mlp")
 
 
+class AnyLayer(Protocol):
+    """What the stack asks of a layer, an nn.Module; `Layer` is one, and a family may have its own."""
+
+    norm_eps: float
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, caches: Sequence[LayerCache], step: StepInputs
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def weights(self, name: str) -> Iterator[Load]: ...
+
+
 class Decoder(Model):
     """The stack. A family's class builds it in `from_checkpoint_config`."""
 
@@ -56,7 +68,7 @@ class Decoder(Model):
         self,
         ops: Ops,
         vocabulary: Vocabulary,
-        layers: Sequence[Layer],
+        layers: Sequence[AnyLayer],
         groups: tuple[CacheGroup, ...],
         rotary: RotarySettings,
         max_model_len: int,
@@ -75,7 +87,7 @@ class Decoder(Model):
         self.vocabulary = vocabulary
         self.vocab_size = vocabulary.head.out_features
         self.rotation = RotaryTable(ops, rotary, max_model_len, interleaved=interleaved)
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(layers)  # type: ignore[arg-type]  # a protocol cannot say that it is a Module
         self.norm_eps = layers[-1].norm_eps
         self.norm = vector(ops, vocabulary.head.in_features)
 

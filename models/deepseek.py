@@ -31,7 +31,7 @@ class DeepseekConfig:
     activation: Activation
     tied: bool
     width: int  # of the dense layers
-    dense_layers: int
+    dense_layers: frozenset[int]
     num_experts: int
     expert_width: int
     shared_width: int
@@ -72,7 +72,7 @@ class Deepseek(Decoder):
 
 def build_feed_forward(ops: Ops, config: DeepseekConfig, layer: int) -> GatedMlp | ExpertLayer:
     """The dense part of the first layers, the expert part of the others."""
-    if layer < config.dense_layers:
+    if layer in config.dense_layers:
         return GatedMlp(ops, config.hidden_size, config.width, config.activation)
     return ExpertLayer(
         ops,
@@ -109,7 +109,7 @@ def read_config(settings: Settings) -> DeepseekConfig:
         activation=read_activation(settings),
         tied=settings.get("tie_word_embeddings", bool, False),
         width=settings.need("intermediate_size", int),
-        dense_layers=settings.get("first_k_dense_replace", int, 3),
+        dense_layers=frozenset(range(settings.get("first_k_dense_replace", int, 3))),
         num_experts=num_experts,
         expert_width=expert_width,
         shared_width=expert_width * settings.get("n_shared_experts", int, 1),

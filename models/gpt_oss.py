@@ -33,6 +33,7 @@ class GptOss(Decoder):
         if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
             raw = {**raw, "rope_parameters": _DEFAULT_ROTARY}
         settings = Settings(raw)
+        settings.skip("experts_per_token", "initial_context_length")  # older names of what is read below
         hidden_size = settings.need("hidden_size", int)
         num_layers = settings.need("num_hidden_layers", int)
         heads = read_heads(settings, hidden_size, default_dim=64)

@@ -20,6 +20,7 @@ class Qwen3Moe(Decoder):
     @classmethod
     def from_checkpoint_config(cls, raw: Mapping[str, Any], ops: Ops, max_model_len: int) -> Qwen3Moe:
         settings = Settings(raw)
+        settings.skip("max_window_layers")  # a window holds for all layers or none
         hidden_size = settings.need("hidden_size", int)
         num_layers = settings.need("num_hidden_layers", int)
         heads = read_heads(settings, hidden_size)

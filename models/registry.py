@@ -17,8 +17,11 @@ class Spec(NamedTuple):
 
 MODELS: dict[str, Spec] = {
     "DeepseekV3ForCausalLM": Spec("deepseek", "Deepseek"),
+    "DeepseekV32ForCausalLM": Spec("deepseek_v32", "DeepseekV32"),
     "GptOssForCausalLM": Spec("gpt_oss", "GptOss"),
+    "LLaMAForCausalLM": Spec("llama", "Llama"),  # as the first conversions spelled it
     "LlamaForCausalLM": Spec("llama", "Llama"),
+    "LongcatFlashForCausalLM": Spec("longcat", "LongcatFlash"),
     "MistralForCausalLM": Spec("llama", "Llama"),
     "Qwen2ForCausalLM": Spec("llama", "Llama"),
     "Qwen3ForCausalLM": Spec("llama", "Llama"),

@@ -21,7 +21,7 @@ _HARMLESS = set(
     _attn_implementation use_cache initializer_range bos_token_id eos_token_id pad_token_id pretraining_tp
     attention_dropout hidden_dropout embd_pdrop resid_pdrop output_attentions output_hidden_states is_decoder
     output_router_logits router_aux_loss_coef quantization_config id2label label2id problem_type
-    return_dict chunk_size_feed_forward
+    return_dict chunk_size_feed_forward is_llama_config
     """.split()  # noqa: SIM905 (words are easier to read)
 )
 # Keys that change the numbers and are supported at one value. A family that supports more asks for the key itself.
@@ -38,6 +38,7 @@ _SUPPORTED = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "use_mrope": False,
+    "rope_interleaved": False,
     "compression_config": None,
 }
 
@@ -143,10 +144,12 @@ def read_windows(
     return tuple(known[kind] for kind in kinds)
 
 
-def read_routing_size(settings: Settings, *names: str) -> tuple[int, int]:
-    """Experts, under whichever of `names` the file has, and how many of them a token visits."""
+def read_routing_size(
+    settings: Settings, *names: str, top_k_name: str = "num_experts_per_tok", identity: int = 0
+) -> tuple[int, int]:
+    """Experts, under whichever of `names` the file has, and how many a token visits of them and `identity` more."""
     name = next((name for name in names if name in settings.raw), names[0])
-    num_experts, top_k = settings.need(name, int), settings.need("num_experts_per_tok", int)
-    if top_k > num_experts:
-        raise ValueError(f"{settings.where}: num_experts_per_tok is {top_k}, more than the {num_experts} experts")
+    num_experts, top_k = settings.need(name, int), settings.need(top_k_name, int)
+    if top_k > num_experts + identity:
+        raise ValueError(f"{settings.where}: {top_k_name} is {top_k}, more than the {num_experts + identity} experts")
     return num_experts, top_k

@@ -116,7 +116,7 @@ class LatentOps(Protocol):
         ...
 
     def select(self, q: Tensor, head_weights: Tensor, cache: Tensor, step: StepInputs, group: int, top: int) -> Tensor:
-        """[T, S] int32: the positions of its row that score best for each token, -1 where there are no more.
+        """[T, S] int32: the positions of its row that score best for each token, the earlier of equals, -1 for no more.
 
         A position scores the sum over index heads of head_weights [T, I] float32 times relu(q . key). S is `top`, or
         what the table can hold if that is less.

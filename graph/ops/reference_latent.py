@@ -95,5 +95,5 @@ class ReferenceLatentOps:
         products = torch.einsum("bqid,bld->bqil", every_row(q.float(), step), key).relu()
         scores = torch.einsum("bqi,bqil->bql", every_row(head_weights, step), products)
         seen = torch.where(visible(step, key.shape[1], None), scores, -torch.inf)
-        best = own_row(seen, step).topk(min(top, key.shape[1]), dim=-1)
-        return torch.where(best.values == -torch.inf, -1, best.indices).to(torch.int32)
+        ranked = own_row(seen, step).sort(dim=-1, descending=True, stable=True)
+        return torch.where(ranked.values == -torch.inf, -1, ranked.indices)[:, :top].to(torch.int32)

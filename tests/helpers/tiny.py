@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 VOCAB = 97
+NULL = object()
 _ROOT = tempfile.TemporaryDirectory(prefix="tiny-checkpoints-")
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -32,7 +33,7 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "pad_token_id": None,
+    "pad_token_id": NULL,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -53,7 +54,10 @@ YARN_ROPE = {
 
 
 def _config(kind: str, **changes: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, kind)(**(_BASE | changes))
+    """A maker of a configuration; None takes a key out, NULL gives None."""
+    given = {key: value for key, value in (_BASE | changes).items() if value is not None}
+    wanted = {key: None if value is NULL else value for key, value in given.items()}
+    return lambda: getattr(transformers, kind)(**wanted)
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -85,7 +89,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         head_dim=8,
         num_experts=5,
         num_experts_per_tok=1,
-        moe_intermediate_size=12,
+        moe_intermediate_size=24,
         mlp_only_layers=[0],
         num_hidden_layers=3,
         num_attention_heads=6,
@@ -118,7 +122,7 @@ CONFIGS |= {
     "deepseek": _config("DeepseekV3Config", **_DEEPSEEK, num_hidden_layers=3),
     "deepseek-yarn": _config(
         "DeepseekV3Config",
-        **(_DEEPSEEK | {"q_lora_rank": None, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        **(_DEEPSEEK | {"q_lora_rank": NULL, "num_attention_heads": 3, "num_key_value_heads": 3}),
         rope_parameters=YARN_ROPE | _MSCALE,
     ),
     "deepseek-eight": _config(
@@ -127,6 +131,37 @@ CONFIGS |= {
         norm_topk_prob=False,
         n_shared_experts=2,
         attention_bias=True,
+    ),
+}
+# Many index heads: with few of them whole scores are 0, and which of several equals transformers takes is undefined.
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 10, "head_dim": 6}
+_LONGCAT = {
+    "num_hidden_layers": None,
+    "intermediate_size": None,
+    "num_layers": 2,
+    "num_key_value_heads": 4,
+    "ffn_hidden_size": 40,
+    "expert_ffn_hidden_size": 16,
+    "n_routed_experts": 5,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 7,
+}
+CONFIGS |= {
+    "deepseek-v32": _config("DeepseekV32Config", **_DEEPSEEK, **_INDEXER, index_topk=5, num_hidden_layers=3),
+    "deepseek-v32-all": _config(
+        "DeepseekV32Config", **_DEEPSEEK, **_INDEXER, index_topk=64, rope_parameters=YARN_ROPE | _MSCALE
+    ),
+    "longcat": _config("LongcatFlashConfig", **_LONGCAT),
+    "longcat-yarn": _config(
+        "LongcatFlashConfig",
+        **(_LONGCAT | {"moe_topk": 8, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        rope_parameters=YARN_ROPE | _MSCALE,
     ),
 }
 
