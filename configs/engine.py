@@ -48,9 +48,9 @@ class EngineConfig:
             buckets = getattr(self, name)
             if buckets is not None and (not buckets or min(buckets) < 1):
                 raise ValueError(f"EngineConfig.{name} is {buckets}; name at least one bucket, each at least 1")
-        if self.cache == "contiguous" and self.prefix_cache:
+        if self.cache != "paged" and self.prefix_cache:
             raise ValueError(
-                "EngineConfig.prefix_cache is True with cache='contiguous': a contiguous row is one sequence's own "
+                f"EngineConfig.prefix_cache is True with cache={self.cache!r}: a row for life is one sequence's own "
                 "memory and cannot be shared; set prefix_cache=False or cache='paged'"
             )
 

@@ -123,9 +123,9 @@ class PagedMemory:
         P = self._block_size
         for g, window in self._windows.items():
             first = np.maximum(positions - (window - 1), 0) // P
-            for i in np.flatnonzero(first > self._first[g].take(rows)).tolist():
+            for i in (first > self._first[g].take(rows)).nonzero()[0].tolist():
                 self._slide(g, int(rows[i]), int(positions[i]), step - 1)
-        crossing = np.flatnonzero(positions % P == 0)
+        crossing = (positions % P == 0).nonzero()[0]
         asked, copying = self._to_copy(rows, positions) if self._half_shared else ((), [])
         need = len(crossing) + len(copying)
         if need == 0:

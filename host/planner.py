@@ -45,6 +45,7 @@ class _Rows:
     place: slice | np.ndarray  # rows of the bucket that they take
     template: np.ndarray  # the block up to its tables, padding and all
     seq_ids: np.ndarray
+    prompt_len: np.ndarray
     logits_row: np.ndarray
     sample_seats: np.ndarray
 
@@ -110,6 +111,7 @@ class Planner:
             place=place,
             template=control[: layout.offset("block_table.0")].copy(),
             seq_ids=self._seats.seq_id.take(rows),
+            prompt_len=self._seats.prompt_len.take(rows),
             logits_row=(rows if self._rows_are_seats else np.arange(count)).astype(np.int32),
             sample_seats=rows.astype(np.int32),
         )
@@ -118,13 +120,13 @@ class Planner:
         """The bound rows feed one token each, at `positions`."""
         rows = self._rows
         assert rows is not None
-        seats, place = self._seats, rows.place
+        seats, place, after = self._seats, rows.place, positions + 1
         control = np.empty(rows.layout.nbytes, np.uint8)
         control[: rows.template.nbytes] = rows.template
         fields = rows.layout.views(control)
         fields["host_token"][place] = seats.host_token.take(rows.seats)
         fields["positions"][place] = positions
-        fields["kv_len"][place] = positions + 1
+        fields["kv_len"][place] = after
         for slot_mapping, block_table, g in self._groups:
             fields[slot_mapping][place] = self._memory.base[g].take(rows.seats) + positions
             if block_table in fields:
@@ -134,7 +136,7 @@ class Planner:
                 table[count:] = self._memory.spaces[g].null
         if not self._uses_scratch:
             self._park_idle_rows(rows, fields)
-        seats.position[rows.seats] = positions + 1
+        seats.position[rows.seats] = after
         seats.host_token[rows.seats] = FROM_SEAT
         return _plan(
             step=step,
@@ -144,7 +146,7 @@ class Planner:
             seq_ids=rows.seq_ids,
             logits_row=rows.logits_row,
             seats=rows.sample_seats,
-            sample_index=(positions + 1 - seats.prompt_len.take(rows.seats)).astype(np.int32),
+            sample_index=(after - rows.prompt_len).astype(np.int32),
             num_tokens=len(positions),
             copies=copies,
         )
@@ -210,7 +212,7 @@ class Planner:
 
 def _plan(*, control: np.ndarray, fields: Mapping[str, np.ndarray], **others: object) -> StepPlan:
     """A plan that nobody can write to any more."""
-    control.flags.writeable = False
+    control.setflags(write=False)
     for field in fields.values():
-        field.flags.writeable = False
+        field.setflags(write=False)
     return StepPlan(control=control, fields=fields, **others)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ class Scheduler(Roster):
             rows_are_seats=config.cache != "paged",
             uses_scratch=config.cache != "contiguous",
         )
-        self._rows = np.zeros(0, np.intp)  # seats of `_decoding`, as bound to the planner
+        self._rows_changed = True
         self._flights: deque[_Flight] = deque()
         self._decoded_last = False
         self._draining = False
@@ -167,11 +167,9 @@ class Scheduler(Roster):
             self._lacks(min(self._decoding.values(), key=lambda seq: seq.age))
             return None
         plan = self._planner.decode(step, positions, self.memory.take_copies())
-        last = positions + 2 == self.seats.limit.take(rows)
-        leaving = last | self.seats.stepwise.take(rows)
-        if leaving.any():
-            for i in np.flatnonzero(leaving).tolist():
-                self._sample_planned(self._decoding[int(rows[i])], last=bool(last[i]))
+        last = positions == self._last_fed
+        for i in (last | self._stepwise_rows).nonzero()[0].tolist():
+            self._sample_planned(self._decoding[int(rows[i])], last=bool(last[i]))
         return _Flight(plan, ())
 
     def _bind_rows(self) -> None:
@@ -179,6 +177,8 @@ class Scheduler(Roster):
         self._rows = np.fromiter(self._decoding, np.intp, len(self._decoding))
         if self.config.cache != "paged":
             self._rows.sort()
+        self._last_fed = self.seats.limit.take(self._rows) - 2  # a token is drawn behind it, and fed by nobody
+        self._stepwise_rows = self.seats.stepwise.take(self._rows)
         if self._rows.size:
             self._planner.bind(self._rows)
 
@@ -264,10 +264,10 @@ class Scheduler(Roster):
 
     def _accept(self, plan: StepPlan, tokens: np.ndarray) -> Committed:
         seats = self.seats
-        samples = np.flatnonzero(seats.seq_id.take(plan.seats) == plan.seq_ids)
+        samples = (seats.seq_id.take(plan.seats) == plan.seq_ids).nonzero()[0]
         place = plan.seats.take(samples)
         stepwise = seats.stepwise.take(place)
-        own = np.flatnonzero(~stepwise)
+        own = (~stepwise).nonzero()[0]
         at = place.take(own)
         length = seats.length.take(at)
         seats.history[at, length] = tokens.take(samples.take(own))
@@ -277,7 +277,7 @@ class Scheduler(Roster):
         for seat in place[stepwise].tolist():
             self._seated[seat].committed_sample = True
         if self.config.prefix_cache and plan.bucket.phase == "decode":
-            full = np.flatnonzero(length % self.config.block_size == 0)
+            full = (length % self.config.block_size == 0).nonzero()[0]
             for i in full.tolist():
                 row = int(plan.logits_row[samples[own[i]]])
                 self._index(self._seated[int(at[i])], plan, row, int(length[i]))

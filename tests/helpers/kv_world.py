@@ -279,11 +279,11 @@ class World:
             written |= {target for group, _, target in plan.copies.tolist() if group == g}
             memory = self.scheduler.memory
             for block in written:
-                if isinstance(memory, PagedMemory) and bucket.phase == "decode":
-                    assert memory.pools[g].refs(block) == 1, "a shared block is written"
-                    assert memory.prefixes is None or block not in memory.prefixes._node_of[g], (
-                        "an indexed block is written"
-                    )
+                if isinstance(memory, PagedMemory):
+                    # A prompt's followers share it as soon as it is planned, its own writes included.
+                    assert bucket.phase == "prefill" or memory.pools[g].refs(block) == 1, "a shared block is written"
+                    indexed = memory.prefixes is not None and block in memory.prefixes._node_of[g]
+                    assert not indexed, "a block that can be found is written"
                 writers = touched[g].get(block, set())
                 for _, earlier in self.flights:
                     others = earlier[g].get(block, set()) - writers

@@ -1,0 +1,19 @@
+"""The host's benchmark counts what it says. Its times are nobody's test."""
+
+from __future__ import annotations
+
+from airdecode.engine import bench_host
+
+
+def test_every_figure_is_there_and_counts_add_up() -> None:
+    result = bench_host.run((1, 8), steps=20, block_sizes=(16, 64), step_ms=0.5)
+    assert [row["rows"] for row in result["decode"]] == [1, 8]
+    for row in result["decode"]:
+        assert 0 < row["plan_us"]["p50"] <= row["plan_and_stage_us"]["p50"] <= row["plan_and_stage_us"]["p99"]
+    small, large = result["block_sizes"]
+    assert (small["table_bytes"], large["table_bytes"]) == (64 * 128 * 4, 64 * 32 * 4)
+    assert small["held_slots"] - small["wasted_slots"] == large["held_slots"] - large["wasted_slots"]
+    assert 0 < small["wasted_slots"] < large["wasted_slots"]
+    assert [(row["rows"], row["in_flight"]) for row in result["overlap"]] == [(1, 1), (1, 2), (8, 1), (8, 2)]
+    lines = bench_host.table(result).splitlines()
+    assert len(lines) == 2 + 2 + 2 + 2 + 2 + 4 and lines[0].startswith("decode step, host only, 20 steps")
