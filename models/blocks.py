@@ -32,7 +32,7 @@ class Vocabulary(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, C] -> [R, V] float32."""
-        return self.head(hidden).float()
+        return self.head.logits(hidden)
 
     def weights(self, embedding: str, head: str) -> Iterator[Load]:
         """`embedding` and `head` are the tensors' names without .weight; a tied head is not read."""

@@ -58,6 +58,10 @@ class Linear(Protocol):
         """[T, in] -> [T, out]."""
         ...
 
+    def logits(self, x: Tensor) -> Tensor:
+        """[R, in] -> [R, out] float32, not rounded to dtype between, where the implementation can."""
+        ...
+
     def rows(self, ids: Tensor) -> Tensor:
         """[T] integer -> [T, in]: the weight's rows, so that a tied head also serves as the embedding."""
         ...

@@ -49,6 +49,12 @@ class ReferenceLinear(nn.Module):
         """[T, in] -> [T, out]."""
         return functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """[R, in] -> [R, out] float32; worked in float32, some rows of the weight at a time."""
+        parts = [functional.linear(x.float(), part.float()) for part in self.weight.split(8192)]
+        logits = torch.cat(parts, dim=-1)
+        return logits if self.bias is None else logits + self.bias.float()
+
     def rows(self, ids: Tensor) -> Tensor:
         """[T] integer -> [T, in]."""
         return functional.embedding(ids, self.weight)

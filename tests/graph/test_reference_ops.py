@@ -171,6 +171,7 @@ def test_linear_stacks_its_parts_and_serves_as_an_embedding() -> None:
     x = torch.randn(5, 3)
     want = torch.cat([x @ w.T + b for w, b in zip(weights, biases, strict=True)], dim=1)
     torch.testing.assert_close(linear(x), want)
+    torch.testing.assert_close(linear.logits(x), want)
     assert torch.equal(linear.rows(ints(4, 0)), torch.stack([weights[1][2], weights[0][0]]))
 
 
@@ -222,3 +223,10 @@ def test_gated_mlp_gates_the_first_part(activation: str) -> None:
         gate = gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh())
     got = OPS.gated_mlp(x, gate_up, down, activation)  # type: ignore[arg-type]
     torch.testing.assert_close(got, (gate * (x @ weights[1].T)) @ weights[2].T)
+
+
+def test_logits_are_not_rounded() -> None:
+    linear = ReferenceOps(torch.bfloat16).linear(64, [9000])
+    weight, x = torch.randn(9000, 64).to(torch.bfloat16), torch.randn(2, 64).to(torch.bfloat16)
+    linear.load([weight])
+    torch.testing.assert_close(linear.logits(x), x.float() @ weight.float().T)

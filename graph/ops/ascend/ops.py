@@ -55,6 +55,10 @@ class AscendLinear(nn.Module):
         """[T, in] -> [T, out]."""
         return torch.ops.npu.npu_linear(x, self.weight, self.bias)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """[R, in] -> [R, out] float32, rounded to dtype before: the operator's result has its weight's type."""
+        return self(x).float()
+
     def rows(self, ids: Tensor) -> Tensor:
         """[T] integer -> [T, in]."""
         return self.weight.index_select(0, ids)
