@@ -1,0 +1,209 @@
+// The operators as torch sees them. Each is one C function on tensor handles, which compiled graphs call directly; the
+// same function is registered with the dispatcher for eager use. Shapes and types are checked here, once; the kernels
+// behind get plain pointers.
+#include "bind.h"
+
+#include "kernels.h"
+
+using namespace airdecode;
+
+namespace {
+
+template <class T>
+const T* vector_or_null(const char* name, const Handle* handle, int64_t size) {
+  return handle ? Array(*handle).expect(name, {size}).as<T>(name) : nullptr;
+}
+
+template <class T>
+Packed<T> packed(const char* name, Handle weight, const Handle* bias, int64_t columns, int64_t depth) {
+  Array groups(weight);
+  int64_t count = (columns + 31) / 32;
+  if (sizeof(T) == 2)
+    groups.expect(name, {count, (depth + 31) / 32, 2, 16, 16, 2});
+  else
+    groups.expect(name, {count, depth, 32});
+  return {groups.as<T>(name), vector_or_null<T>("bias", bias, columns), columns, depth};
+}
+
+}  // namespace
+
+extern "C" {
+
+AOTITorchError aoti_torch_cpu_air_linear(Handle x, Handle weight, const Handle* bias, int64_t columns, int64_t wide,
+                                         Handle* out) {
+  return guarded([&] {
+    Array in = Array(x).expect("x", {-1, -1}, true);
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      Packed<T> matrix = packed<T>("weight", weight, bias, columns, in.sizes[1]);
+      Array to = make(out, {in.sizes[0], columns}, wide ? aoti_torch_dtype_float32() : in.type);
+      if (wide) return linear(in.as<T>("x"), in.sizes[0], in.strides[0], matrix, to.as<float>("out"));
+      linear(in.as<T>("x"), in.sizes[0], in.strides[0], matrix, to.as<T>("out"));
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_gated_mlp(Handle x, Handle gate_up, const Handle* gate_up_bias, Handle down,
+                                            const Handle* down_bias, int64_t width, int64_t columns, int64_t activation,
+                                            Handle* out) {
+  return guarded([&] {
+    Array in = Array(x).expect("x", {-1, -1}, true);
+    if (width % 32) refuse("the feed-forward width is no multiple of 32");
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      Packed<T> first = packed<T>("gate_up", gate_up, gate_up_bias, 2 * width, in.sizes[1]);
+      Packed<T> second = packed<T>("down", down, down_bias, columns, width);
+      Array to = make(out, {in.sizes[0], columns}, in.type);
+      gated_mlp(in.as<T>("x"), in.sizes[0], in.strides[0], first, second, Activation(activation), to.as<T>("out"));
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_rows(Handle weight, Handle ids, int64_t columns, int64_t depth, Handle* out) {
+  return guarded([&] {
+    Array chosen = Array(ids).expect("ids", {-1});
+    int32_t type = Array(weight).type;
+    typed(Array(weight), [&](auto element) {
+      using T = decltype(element);
+      Packed<T> matrix = packed<T>("weight", weight, nullptr, columns, depth);
+      Array to = make(out, {chosen.sizes[0], depth}, type);
+      packed_rows(matrix, chosen.as<int32_t>("ids"), chosen.sizes[0], to.as<T>("out"));
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_rms_norm(Handle x, Handle weight, double eps, Handle* out) {
+  return guarded([&] {
+    Array in = Array(x).expect("x", {-1, -1});
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      const T* scale = Array(weight).expect("weight", {in.sizes[1]}).as<T>("weight");
+      Array to = make(out, {in.sizes[0], in.sizes[1]}, in.type);
+      rms_norm<T>(in.as<T>("x"), nullptr, scale, in.sizes[0], in.sizes[1], eps, to.as<T>("out"), nullptr);
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_add_rms_norm(Handle x, Handle residual, Handle weight, double eps, Handle* out,
+                                               Handle* total) {
+  return guarded([&] {
+    Array in = Array(x).expect("x", {-1, -1});
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      const T* other = Array(residual).expect("residual", {in.sizes[0], in.sizes[1]}).as<T>("residual");
+      const T* scale = Array(weight).expect("weight", {in.sizes[1]}).as<T>("weight");
+      Array to = make(out, {in.sizes[0], in.sizes[1]}, in.type), sum = make(total, {in.sizes[0], in.sizes[1]}, in.type);
+      rms_norm(in.as<T>("x"), other, scale, in.sizes[0], in.sizes[1], eps, to.as<T>("out"), sum.as<T>("total"));
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_argmax(Handle logits, Handle* out) {
+  return guarded([&] {
+    Array in = Array(logits).expect("logits", {-1, -1});
+    Array to = make(out, {in.sizes[0]}, aoti_torch_dtype_int32());
+    typed(in, [&](auto element) {
+      argmax(in.as<decltype(element)>("logits"), in.sizes[0], in.sizes[1], to.as<int32_t>("out"));
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_rotate_and_cache(Handle qkv, Handle cos, Handle sin, Handle key, Handle value,
+                                                   Handle slots, const Handle* q_norm, const Handle* k_norm,
+                                                   int64_t query_heads, int64_t interleaved, double eps, Handle* out) {
+  return guarded([&] {
+    Array in = Array(qkv).expect("qkv", {-1, -1}), keys = Array(key).expect("key", {-1, -1, -1, -1});
+    int64_t tokens = in.sizes[0], heads = keys.sizes[2], dim = keys.sizes[3];
+    if (in.sizes[1] != (query_heads + 2 * heads) * dim) refuse("qkv does not have (H + 2 G) * D columns");
+    Array angles = Array(cos).expect("cos", {tokens, -1});
+    if (2 * angles.sizes[1] > dim) refuse("cos turns more dims than a head has");
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      RotateAndCache<T> op{
+          .qkv = in.as<T>("qkv"),
+          .tokens = tokens,
+          .query_heads = query_heads,
+          .kv_heads = heads,
+          .dim = dim,
+          .half = angles.sizes[1],
+          .slots = keys.sizes[0] * keys.sizes[1],
+          .cos = angles.as<float>("cos"),
+          .sin = Array(sin).expect("sin", {tokens, angles.sizes[1]}).as<float>("sin"),
+          .interleaved = interleaved != 0,
+          .q_norm = vector_or_null<T>("q_norm", q_norm, dim),
+          .k_norm = vector_or_null<T>("k_norm", k_norm, dim),
+          .eps = eps,
+          .slot_mapping = Array(slots).expect("slot_mapping", {tokens}).as<int32_t>("slot_mapping"),
+          .key = keys.as<T>("key"),
+          .value = Array(value).expect("value", {keys.sizes[0], keys.sizes[1], heads, dim}).as<T>("value"),
+          .out = make(out, {tokens, query_heads, dim}, in.type).template as<T>("out")};
+      op.run();
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_attention(Handle q, Handle key, Handle value, Handle positions, Handle q_cu_len,
+                                            Handle kv_len, const Handle* block_table, const Handle* sinks, double scale,
+                                            int64_t window, Handle* out) {
+  return guarded([&] {
+    Array keys = Array(key).expect("key", {-1, -1, -1, -1});
+    Array in = Array(q).expect("q", {-1, -1, keys.sizes[3]}), lengths = Array(kv_len).expect("kv_len", {-1});
+    int64_t rows = lengths.sizes[0], heads = keys.sizes[2], dim = keys.sizes[3];
+    if (in.sizes[1] % heads) refuse("query heads are no multiple of the kv heads");
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      Attention<T> op{.q = in.as<T>("q"),
+                      .key = keys.as<T>("key"),
+                      .value = Array(value).expect("value", {keys.sizes[0], keys.sizes[1], heads, dim}).as<T>("value"),
+                      .tokens = in.sizes[0],
+                      .rows = rows,
+                      .query_heads = in.sizes[1],
+                      .kv_heads = heads,
+                      .dim = dim,
+                      .blocks = keys.sizes[0],
+                      .block_size = keys.sizes[1],
+                      .positions = Array(positions).expect("positions", {in.sizes[0]}).as<int32_t>("positions"),
+                      .q_cu_len = Array(q_cu_len).expect("q_cu_len", {rows}).as<int32_t>("q_cu_len"),
+                      .kv_len = lengths.as<int32_t>("kv_len"),
+                      .block_table = nullptr,
+                      .table_width = 0,
+                      .sinks = vector_or_null<T>("sinks", sinks, in.sizes[1]),
+                      .scale = float(scale),
+                      .window = window,
+                      .out = make(out, {in.sizes[0], in.sizes[1] * dim}, in.type).template as<T>("out")};
+      if (block_table) {
+        Array table = Array(*block_table).expect("block_table", {rows, -1});
+        op.block_table = table.as<int32_t>("block_table"), op.table_width = table.sizes[1];
+      }
+      op.run();
+    });
+  });
+}
+
+const char* airdecode_last_error() { return last_error.c_str(); }
+
+}  // extern "C"
+
+#define AIRDECODE_OPERATORS(OP)                                                                                     \
+  OP(air_linear, "(Tensor x, Tensor weight, Tensor? bias, int columns, int wide) -> Tensor")                        \
+  OP(air_gated_mlp,                                                                                                 \
+     "(Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, int width, int columns, "    \
+     "int activation) -> Tensor")                                                                                   \
+  OP(air_rows, "(Tensor weight, Tensor ids, int columns, int depth) -> Tensor")                                     \
+  OP(air_rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor")                                                \
+  OP(air_add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")                 \
+  OP(air_argmax, "(Tensor logits) -> Tensor")                                                                       \
+  OP(air_rotate_and_cache,                                                                                          \
+     "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) key, Tensor(b!) value, Tensor slots, Tensor? q_norm, "        \
+     "Tensor? k_norm, int query_heads, int interleaved, float eps) -> Tensor")                                      \
+  OP(air_attention,                                                                                                 \
+     "(Tensor q, Tensor key, Tensor value, Tensor positions, Tensor q_cu_len, Tensor kv_len, Tensor? block_table, " \
+     "Tensor? sinks, float scale, int window) -> Tensor")
+
+#define DEFINE(name, schema) library.def(#name schema);
+#define IMPLEMENT(name, schema) library.impl(#name, Boxed<&aoti_torch_cpu_##name>::call);
+
+STABLE_TORCH_LIBRARY(airdecode, library){AIRDECODE_OPERATORS(DEFINE)} STABLE_TORCH_LIBRARY_IMPL(airdecode, CPU,
+                                                                                                library) {
+  AIRDECODE_OPERATORS(IMPLEMENT)
+}

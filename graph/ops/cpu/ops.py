@@ -1,0 +1,125 @@
+"""The operators on a CPU: C++ kernels over packed weights and a paged cache. Shapes and meaning are the protocol's.
+
+Sums are float32 and rounded to `dtype` once. A row's result does not depend on its neighbours in the batch, nor on the
+number of threads (`torch.set_num_threads`); for attention it does depend on how many new tokens the row brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...inputs import StepInputs
+from ..protocol import Activation, Heads, LayerCache, Rotary
+from ..reference import ReferenceLinear, ReferenceOps
+from . import library
+from .linear import CpuLinear
+from .memory import Arena
+
+_ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
+
+
+class CpuOps(ReferenceOps):
+    """The protocol `Ops`, see there for what each operator takes and gives. What is not here is the golden one."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Raises ValueError on a dtype that the kernels do not have, RuntimeError without a C++ compiler."""
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}; the cpu operators take float32 and bfloat16")
+        super().__init__(dtype)
+        library.load()
+        self._arena = Arena()
+
+    # -- weights and caches ---------------------------------------------------------------------------------------
+    def linear(  # type: ignore[override]
+        self,
+        in_features: int,
+        out_parts: Sequence[int],
+        *,
+        bias: bool = False,
+        lookup: bool = False,
+        wide: bool = False,
+    ) -> CpuLinear | ReferenceLinear:
+        if lookup:
+            return super().linear(in_features, out_parts, bias=bias, lookup=True, wide=wide)
+        return CpuLinear(in_features, out_parts, bias, torch.float32 if wide else self.dtype, self._arena)
+
+    # -- one token at a time --------------------------------------------------------------------------------------
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.ops.airdecode.air_rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.airdecode.air_add_rms_norm(x, residual, weight, eps)
+
+    def gated_mlp(  # type: ignore[override]
+        self, x: Tensor, gate_up: CpuLinear, down: CpuLinear, activation: Activation = "silu"
+    ) -> Tensor:
+        width = down.in_features
+        if width % 32:  # the two halves share a group of columns: no fused kernel for this
+            gate, up = gate_up.logits(x).chunk(2, dim=-1)
+            act = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+            return down((act * up).to(x.dtype))
+        return torch.ops.airdecode.air_gated_mlp(
+            x, gate_up.weight, gate_up.bias, down.weight, down.bias, width, down.out_features, _ACTIVATIONS[activation]
+        )
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return torch.ops.airdecode.air_argmax(logits)
+
+    # -- attention ------------------------------------------------------------------------------------------------
+    def rotate_and_cache(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rotary: Rotary,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+        *,
+        q_norm: nn.Parameter | None = None,
+        k_norm: nn.Parameter | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return torch.ops.airdecode.air_rotate_and_cache(
+            qkv,
+            rotary.cos,
+            rotary.sin,
+            cache[0],
+            cache[1],
+            slot_mapping,
+            q_norm,
+            k_norm,
+            heads.query,
+            int(rotary.interleaved),
+            eps,
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: StepInputs,
+        group: int,
+        *,
+        heads: Heads,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return torch.ops.airdecode.air_attention(
+            q,
+            cache[0],
+            cache[1],
+            step.positions,
+            step.q_cu_len,
+            step.kv_len,
+            step.groups[group].block_table,
+            sinks,
+            scale,
+            window or 0,
+        )
