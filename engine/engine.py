@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ..configs import preset
 from ..configs.engine import EngineConfig
-from ..configs.sampling import SamplingParams
+from ..configs.sampling import MAX_LOGPROBS, SamplingParams
 from ..graph.ops.protocol import Ops
 from ..graph.targets import Target, make_target
 from ..host.scheduler import Scheduler
 from ..models.checkpoint import Checkpoint, torch_dtype
 from ..models.loader import LoadReport, load_model
 from . import hub
+from .beam import BeamRequest, BeamSearch
 from .loop import Loop
 from .outputs import RequestOutput
 from .requests import Request
@@ -131,6 +132,22 @@ class Engine:
         request.done.wait()
         request.output()
         return torch.cat(request.scores)
+
+    def beam_search(
+        self, prompt: Prompt, width: int, max_tokens: int = 128, length_penalty: float = 1.0
+    ) -> RequestOutput:
+        """The `width` best continuations that beam search finds, best first, by transformers' rules.
+
+        Beams share the blocks of what they have in common.
+        """
+        params = SamplingParams(max_tokens=max_tokens, logprobs=MAX_LOGPROBS)
+        if width > self.config.max_rows:
+            raise ValueError(f"width is {width} and max_rows is {self.config.max_rows}: raise max_rows or lower width")
+        search = BeamSearch(width, max_tokens, length_penalty, self.text.end_token_ids)
+        request = BeamRequest(f"request-{next(self._numbers)}", self.text.encode(prompt), params, search)
+        self._loop.submit(request)
+        request.done.wait()
+        return request.output()
 
     def _request(self, prompt: Prompt, params: SamplingParams, *, streamed: bool) -> Request:
         request_id = f"request-{next(self._numbers)}"

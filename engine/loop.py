@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from ..host.plans import StepPlan
 from ..host.scheduler import Committed, Scheduler
+from .beam import BeamRequest
 from .drawing import Draw, Drawing
 from .outputs import TokenLogprobs
 from .requests import Request, Sample
@@ -68,6 +69,7 @@ class Loop:
                 # Every position of a scored prompt is computed, so it must find nothing in the prefix cache.
                 cache_key=() if request.scores is None else (("score", request.request_id),),
                 request_id=request.request_id,
+                stepwise=isinstance(request, BeamRequest),
             )
             limit = min(params.max_tokens, self.scheduler.max_model_len - len(request.prompt))
             request.begin(seq_ids, self.text, limit)
@@ -180,6 +182,9 @@ class Loop:
             request = sample.request
             if request.first_token is None:
                 request.first_token = now
+            if isinstance(request, BeamRequest):
+                self._propose(request, sample, results, int(committed.samples[place]))
+                continue
             logprobs = None
             if request.params.logprobs is not None:
                 logprobs = _logprobs(results, int(committed.samples[place]), request.params.logprobs)
@@ -188,6 +193,17 @@ class Loop:
                 self.scheduler.finish(seq_id)
                 del self._samples[seq_id]
                 request.end_sample(now)
+
+    def _propose(self, request: BeamRequest, sample: Sample, results: Results, row: int) -> None:
+        """A beam's next token is up to its search, which moves on once it has heard of all its beams."""
+        assert results.logprobs is not None
+        _, logprobs, ids = results.logprobs
+        before = request.samples
+        after = request.propose(sample, ids[row], logprobs[row], self.scheduler)
+        if after is not before:
+            for ended in before:
+                del self._samples[ended.seq_id]
+            self._samples |= {live.seq_id: live for live in after}
 
     def _end(self, flights: deque[_Step]) -> None:
         with self._wake:

@@ -32,6 +32,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]  # all that were generated, the end token included
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token, if asked for
+    score: float | None = None  # of a beam: its log-probabilities' sum over its length's power
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -40,6 +41,7 @@ class CompletionOutput:
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
+            "score": self.score,
             "logprobs": None if self.logprobs is None else [position.to_dict() for position in self.logprobs],
         }
 

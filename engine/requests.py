@@ -106,5 +106,10 @@ class Request:
             finished=self.finished,
             num_tokens=max((len(sample.token_ids) for sample in self.samples), default=0),
         )
-        outputs = tuple(sample.output() for sample in self.samples)
-        return RequestOutput(request_id=self.request_id, prompt_token_ids=self.prompt, outputs=outputs, metrics=metrics)
+        return RequestOutput(
+            request_id=self.request_id, prompt_token_ids=self.prompt, outputs=self.completions(), metrics=metrics
+        )
+
+    def completions(self) -> tuple[CompletionOutput, ...]:
+        """What each sample has come to so far."""
+        return tuple(sample.output() for sample in self.samples)
