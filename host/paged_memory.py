@@ -58,6 +58,8 @@ class PagedMemory:
 
     # -- the life of a sequence -----------------------------------------------------------------------------------
     def admit(self, seq: Sequence, *, spare: int) -> int | None:
+        if any(pool.available < spare for pool in self.pools):
+            return None  # before the prompt is looked up, step after step
         length = len(seq.tokens)
         chain, start = self._find(seq.cache_key, seq.tokens)
         found: list[list[int]] = []
@@ -94,9 +96,15 @@ class PagedMemory:
             chain = chain[: next((i for i, node in enumerate(chain) if node.blocks[g] == NO_BLOCK), len(chain))]
         while chain:
             start = min(len(chain) * self._block_size, len(tokens) - 1)
-            if all(node.blocks[g] != NO_BLOCK for g in self._windows for node in chain[self._first_needed(g, start) :]):
+            gaps = [
+                i
+                for g in self._windows
+                for i in range(self._first_needed(g, start), len(chain))
+                if chain[i].blocks[g] == NO_BLOCK
+            ]
+            if not gaps:
                 return chain, start
-            chain.pop()
+            del chain[max(gaps) :]  # whatever ends behind the last gap and sees it is as bad
         return [], 0
 
     def extend(self, seat: int, start: int, end: int, *, until: int) -> bool:

@@ -205,10 +205,10 @@ class _Done:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """One move under the interpreter's lock. `Tensor.copy_` would wake a thread pool, and both it and numpy let go of the
-    lock: then the next graph starts only when the thread that was let in has planned its step.
+    """One move under the interpreter's lock. `Tensor.copy_` may wake a thread pool, and both it and numpy let go of the
+    lock: then the next graph starts only after the thread that was let in has planned its step.
     """
-    memoryview(target.numpy()).cast("B")[:] = memoryview(source.numpy()).cast("B")
+    target.numpy().data.cast("B")[:] = source.numpy().data.cast("B")
 
 
 class _CallerStream:
