@@ -136,9 +136,12 @@ class GatedMlp(nn.Module):
 
 
 def key_value_groups(windows: Sequence[int | None], heads: Heads) -> tuple[tuple[CacheGroup, ...], list[CachePlace]]:
-    """The cache groups of layers with these windows, one for each different window, and each layer's place."""
+    """The cache groups of layers with these windows, one for each different window, and each layer's place.
+
+    Full attention comes first.
+    """
     parts = tuple(CachePart(name=name, heads=heads.kv, dim=heads.dim) for name in ("key", "value"))
-    kinds = list(dict.fromkeys(windows))
+    kinds = sorted(set(windows), key=lambda window: window or 0)
     groups = tuple(
         CacheGroup(kind="full" if kind is None else "window", layers=(parts,) * windows.count(kind), window=kind)
         for kind in kinds

@@ -144,6 +144,38 @@ def test_configuration_is_refused_by_name(copy: Callable[..., Path], changes: di
     assert named in refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("qwen2-window", {"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+        ("qwen2-window", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
+        ("mistral-window", {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7"),
+        ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ("gpt-oss", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("gpt-oss", {"swiglu_limit": "7"}, "swiglu_limit is '7'"),
+        ("deepseek", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("deepseek", {"n_group": 3}, "n_group 3"),
+        ("deepseek", {"topk_group": 5}, "topk_group 5"),
+        ("deepseek-yarn", {"attention_bias": True}, "attention_bias is True"),
+        ("deepseek-v32", {"layer_types": ["full_attention"] * 3}, "only 'indexed_attention'"),
+        ("deepseek-v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense']"),
+        ("deepseek-v32", {"q_lora_rank": None}, "q_lora_rank is missing"),
+        ("longcat", {"router_bias": True}, "router_bias is True"),
+        ("longcat", {"zero_expert_type": "copy"}, "zero_expert_type is 'copy'"),
+        ("longcat", {"moe_topk": 9}, "moe_topk is 9, more than the 8 experts"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(
+    copy: Callable[..., Path], name: str, changes: dict[str, Any], named: str
+) -> None:
+    folder = copy(name)
+    edit(folder / "config.json", **changes)
+    assert named in refused(folder)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", ""])
 def test_damaged_config_is_named(copy: Callable[..., Path], text: str) -> None:
     folder = copy()

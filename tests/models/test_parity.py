@@ -11,6 +11,7 @@ import tiny
 import torch
 from harness import Harness
 
+from airdecode.graph.ops.cpu.ops import CpuOps
 from airdecode.graph.ops.reference import ReferenceOps
 from airdecode.models.loader import load_model
 
@@ -90,6 +91,16 @@ def test_greedy_continuation(name: str, model: Any, new_tokens: int) -> None:
         got.append(int(logits.argmax()))
         logits = harness.decode({1: got[-1]})[1]
     assert got == tiny.greedy(name, prompt, new_tokens)
+
+
+def test_cpu_operators_compute_the_same(name: str) -> None:
+    """Prefill, then decode among strangers, with the fast operators where there are some."""
+    ids, other = tokens(19, 12), tokens(13, 13)
+    model = load_model(tiny.folder(name), CpuOps(torch.float32), MAX_LEN)[0]
+    harness = Harness(model, free_windows=True)
+    parts = [harness.prefill({2: ids[:6], 0: other[:10]})[2], harness.prefill({2: ids[6:16]}, bucket=16)[2]]
+    parts += [harness.decode({2: ids[at], 0: other[at - 6]})[2][None] for at in (16, 17, 18)]
+    torch.testing.assert_close(torch.cat(parts), tiny.logits(name, ids), **CLOSE)
 
 
 def test_bfloat16_is_as_near_as_that_of_transformers(name: str) -> None:
