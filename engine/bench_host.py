@@ -158,6 +158,26 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plot(result: dict[str, Any], path: str) -> None:
+    """Time by rows, idle slots and table bytes by block size, as a picture. ValueError where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'airdecode[plot]'") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    times, blocks = figure.subplots(1, 2)
+    rows = [row["rows"] for row in result["decode"]]
+    for name, label in (("plan_and_stage", "plan and stage"), ("plan", "plan"), ("stage", "stage"), ("copy", "copy")):
+        times.plot(rows, [row[f"{name}_us"]["p50"] for row in result["decode"]], marker="o", label=label)
+    times.set(xscale="log", xlabel="rows", ylabel="microseconds (p50)", title="A decode step on the host")
+    times.legend()
+    sizes = [str(row["block_size"]) for row in result["block_sizes"]]
+    blocks.bar(sizes, [row["wasted_percent"] for row in result["block_sizes"]], color="tab:orange")
+    blocks.set(xlabel="block size", ylabel="idle slots, %", title="Idle slots, and bytes of tables a step (line)")
+    blocks.twinx().plot(sizes, [row["table_bytes"] for row in result["block_sizes"]], marker="o")
+    figure.savefig(path)
+
+
 def _cell(times: dict[str, float]) -> str:
     return f"{times['p50']:>9.1f} /{times['p99']:>5.0f}"
 

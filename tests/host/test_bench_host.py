@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from airdecode.engine import bench_host
 
 
-def test_every_figure_is_there_and_counts_add_up() -> None:
+def test_every_figure_is_there_and_counts_add_up(tmp_path: Path) -> None:
     result = bench_host.run((1, 8), steps=20, block_sizes=(16, 64), step_ms=0.5)
     assert [row["rows"] for row in result["decode"]] == [1, 8]
     for row in result["decode"]:
@@ -17,3 +19,5 @@ def test_every_figure_is_there_and_counts_add_up() -> None:
     assert [(row["rows"], row["in_flight"]) for row in result["overlap"]] == [(1, 1), (1, 2), (8, 1), (8, 2)]
     lines = bench_host.table(result).splitlines()
     assert len(lines) == 2 + 2 + 2 + 2 + 2 + 4 and lines[0].startswith("decode step, host only, 20 steps")
+    bench_host.plot(result, str(tmp_path / "host.png"))
+    assert (tmp_path / "host.png").read_bytes().startswith(b"\x89PNG")
