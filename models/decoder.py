@@ -17,6 +17,7 @@ from ..graph.ops.protocol import LayerCache, Ops, Rotary
 from .blocks import Vocabulary
 from .model import Load, Model, load_vector, vector
 from .rotary import RotarySettings, RotaryTable
+from .settings import Settings
 
 
 class Layer(nn.Module):
@@ -47,6 +48,12 @@ class Layer(nn.Module):
         yield from self.attention.weights(f"{name}.self_attn")
         yield load_vector("norms", self.feed_forward_norm, f"{name}.post_attention_layernorm.weight")
         yield from self.feed_forward.weights(f"{name}.mlp")
+
+
+def read_vocabulary(ops: Ops, settings: Settings, hidden_size: int) -> Vocabulary:
+    """The empty embedding and head of a config.json."""
+    tied = settings.get("tie_word_embeddings", bool, False)
+    return Vocabulary(ops, settings.need("vocab_size", int), hidden_size, tied=tied)
 
 
 class AnyLayer(Protocol):

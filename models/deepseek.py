@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..graph.ops.protocol import Activation, Ops
 from ..graph.ops.protocol_experts import Routing
 from ..graph.ops.protocol_latent import LatentHeads
-from .blocks import CachePlace, GatedMlp, Vocabulary
-from .decoder import Decoder, Layer
+from .blocks import CachePlace, GatedMlp
+from .decoder import Decoder, Layer, read_vocabulary
 from .experts import ExpertLayer
 from .latent import LatentAttention, latent_group, latent_scale, read_latent_heads
 from .rotary import RotarySettings, read_rotary
@@ -21,7 +21,6 @@ from .settings import Settings, read_activation, read_routing_size
 class DeepseekConfig:
     """What a config.json says about the numbers."""
 
-    vocab_size: int
     hidden_size: int
     num_layers: int
     heads: LatentHeads
@@ -29,7 +28,6 @@ class DeepseekConfig:
     bias: bool
     norm_eps: float
     activation: Activation
-    tied: bool
     width: int  # of the dense layers
     dense_layers: frozenset[int]
     num_experts: int
@@ -38,7 +36,6 @@ class DeepseekConfig:
     routing: Routing
     interleaved: bool
     rotary: RotarySettings
-    unknown_keys: tuple[str, ...]
 
 
 class Deepseek(Decoder):
@@ -48,7 +45,6 @@ class Deepseek(Decoder):
     def from_checkpoint_config(cls, raw: Mapping[str, Any], ops: Ops, max_model_len: int) -> Deepseek:
         settings = Settings(raw)
         config = read_config(settings)
-        config = replace(config, unknown_keys=settings.finish())
         scale = latent_scale(config.heads, config.rotary)
         layers = []
         for number in range(config.num_layers):
@@ -60,13 +56,13 @@ class Deepseek(Decoder):
             layers.append(Layer(ops, config.hidden_size, config.norm_eps, attention, feed_forward))
         return cls(
             ops,
-            Vocabulary(ops, config.vocab_size, config.hidden_size, tied=config.tied),
+            read_vocabulary(ops, settings, config.hidden_size),
             layers,
             (latent_group(config.heads, config.num_layers),),
             config.rotary,
             max_model_len,
             interleaved=config.interleaved,
-            unknown_keys=config.unknown_keys,
+            unknown_keys=settings.finish(),
         )
 
 
@@ -99,7 +95,6 @@ def read_config(settings: Settings) -> DeepseekConfig:
     if bias and q_rank is None:
         settings.expect("attention_bias", False)
     return DeepseekConfig(
-        vocab_size=settings.need("vocab_size", int),
         hidden_size=settings.need("hidden_size", int),
         num_layers=settings.need("num_hidden_layers", int),
         heads=heads,
@@ -107,7 +102,6 @@ def read_config(settings: Settings) -> DeepseekConfig:
         bias=bias,
         norm_eps=settings.get("rms_norm_eps", float, 1e-6),
         activation=read_activation(settings),
-        tied=settings.get("tie_word_embeddings", bool, False),
         width=settings.need("intermediate_size", int),
         dense_layers=frozenset(range(settings.get("first_k_dense_replace", int, 3))),
         num_experts=num_experts,
@@ -116,7 +110,6 @@ def read_config(settings: Settings) -> DeepseekConfig:
         routing=read_routing(settings, num_experts, top_k),
         interleaved=settings.get("rope_interleave", bool, True),
         rotary=read_rotary(settings, heads.rope, settings.need("max_position_embeddings", int)),
-        unknown_keys=(),
     )
 
 

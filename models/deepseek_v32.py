@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..graph.inputs import StepInputs
 from ..graph.ops.protocol import LayerCache, Ops, Rotary
-from .blocks import CachePlace, Vocabulary
-from .decoder import Decoder, Layer
+from .blocks import CachePlace
+from .decoder import Decoder, Layer, read_vocabulary
 from .deepseek import DeepseekConfig, build_feed_forward, read_config
 from .latent import LATENT_EPS, LatentAttention, latent_group, latent_scale
 from .model import Load, load_linear, load_vector, vector
@@ -39,7 +39,6 @@ class DeepseekV32(Decoder):
             "dim": settings.need("index_head_dim", int),
             "top": settings.need("index_topk", int),
         }
-        unknown_keys = settings.finish()
         layers = []
         for number in range(config.num_layers):
             attention = SparseLatentAttention(ops, config, CachePlace(0, number), **indexer)
@@ -47,13 +46,13 @@ class DeepseekV32(Decoder):
             layers.append(Layer(ops, config.hidden_size, config.norm_eps, attention, feed_forward))
         return cls(
             ops,
-            Vocabulary(ops, config.vocab_size, config.hidden_size, tied=config.tied),
+            read_vocabulary(ops, settings, config.hidden_size),
             layers,
             (latent_group(config.heads, config.num_layers, indexer["dim"]),),
             config.rotary,
             max_model_len,
             interleaved=True,
-            unknown_keys=unknown_keys,
+            unknown_keys=settings.finish(),
         )
 
 

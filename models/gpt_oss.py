@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..graph.ops.protocol import Ops
 from ..graph.ops.protocol_experts import ClampedSwiglu, Routing
-from .blocks import Attention, Vocabulary, key_value_groups
-from .decoder import Decoder, Layer
+from .blocks import Attention, key_value_groups
+from .decoder import Decoder, Layer, read_vocabulary
 from .model import Load, load_linear
 from .rotary import read_rotary
 from .settings import Settings, read_heads, read_routing_size, read_windows
@@ -56,12 +56,11 @@ class GptOss(Decoder):
             )
             experts = BiasedExperts(ops, hidden_size, num_experts, width, Routing(top_k=top_k), gate)
             layers.append(Layer(ops, hidden_size, eps, attention, experts))
-        tied = settings.get("tie_word_embeddings", bool, False)
         max_position = settings.need("max_position_embeddings", int)
         rotary = read_rotary(settings, heads.dim, max_position, default_theta=150_000.0)
         return cls(
             ops,
-            Vocabulary(ops, settings.need("vocab_size", int), hidden_size, tied=tied),
+            read_vocabulary(ops, settings, hidden_size),
             layers,
             groups,
             rotary,

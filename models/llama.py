@@ -5,12 +5,12 @@ feed-forward. They differ in biases, head norms, windows and defaults, all of wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..graph.ops.protocol import Activation, Heads, Ops
-from .blocks import Attention, GatedMlp, Vocabulary, key_value_groups
-from .decoder import Decoder, Layer
+from .blocks import Attention, GatedMlp, key_value_groups
+from .decoder import Decoder, Layer, read_vocabulary
 from .rotary import RotarySettings, read_rotary
 from .settings import Settings, read_activation, read_heads, read_windows
 
@@ -19,20 +19,17 @@ from .settings import Settings, read_activation, read_heads, read_windows
 class LlamaConfig:
     """What a config.json says about the numbers."""
 
-    vocab_size: int
     hidden_size: int
     width: int  # F
     heads: Heads
     norm_eps: float
     activation: Activation
-    tied: bool
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     head_norms: bool
     windows: tuple[int | None, ...]  # of each layer
     rotary: RotarySettings
-    unknown_keys: tuple[str, ...]  # in the file, and not understood
 
 
 class Llama(Decoder):
@@ -40,8 +37,8 @@ class Llama(Decoder):
 
     @classmethod
     def from_checkpoint_config(cls, raw: Mapping[str, Any], ops: Ops, max_model_len: int) -> Llama:
-        config = read_config(raw)
-        vocabulary = Vocabulary(ops, config.vocab_size, config.hidden_size, tied=config.tied)
+        settings = Settings(raw)
+        config = read_config(settings)
         groups, places = key_value_groups(config.windows, config.heads)
         layers = []
         for place, window in zip(places, config.windows, strict=True):
@@ -57,33 +54,29 @@ class Llama(Decoder):
             )
             mlp = GatedMlp(ops, config.hidden_size, config.width, config.activation, bias=config.mlp_bias)
             layers.append(Layer(ops, config.hidden_size, config.norm_eps, attention, mlp))
-        return cls(ops, vocabulary, layers, groups, config.rotary, max_model_len, unknown_keys=config.unknown_keys)
+        vocabulary = read_vocabulary(ops, settings, config.hidden_size)
+        return cls(ops, vocabulary, layers, groups, config.rotary, max_model_len, unknown_keys=settings.finish())
 
 
-def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
+def read_config(settings: Settings) -> LlamaConfig:
     """Read a config.json of the family. Raises ValueError naming the key that is missing or not supported."""
-    settings = Settings(raw)
-    kind = raw["architectures"][0].removesuffix("ForCausalLM").lower()
+    kind = settings.raw["architectures"][0].removesuffix("ForCausalLM").lower()
     hidden_size = settings.need("hidden_size", int)
     heads = read_heads(settings, hidden_size, default_dim=128 if kind == "qwen3" else None)
     biased = settings.get("attention_bias", bool, False)
-    config = LlamaConfig(
-        vocab_size=settings.need("vocab_size", int),
+    return LlamaConfig(
         hidden_size=hidden_size,
         width=settings.need("intermediate_size", int),
         heads=heads,
         norm_eps=settings.get("rms_norm_eps", float, 1e-6),
         activation=read_activation(settings),
-        tied=settings.get("tie_word_embeddings", bool, False),
         qkv_bias=biased or kind == "qwen2",
         out_bias=biased,
         mlp_bias=settings.get("mlp_bias", bool, False),
         head_norms=kind == "qwen3",
         windows=_windows(settings, kind),
         rotary=read_rotary(settings, heads.dim, settings.need("max_position_embeddings", int)),
-        unknown_keys=(),
     )
-    return replace(config, unknown_keys=settings.finish())
 
 
 def _windows(settings: Settings, kind: str) -> tuple[int | None, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..graph.ops.protocol import Ops
 from ..graph.ops.protocol_experts import Routing
-from .blocks import Attention, GatedMlp, Vocabulary, key_value_groups
-from .decoder import Decoder, Layer
+from .blocks import Attention, GatedMlp, key_value_groups
+from .decoder import Decoder, Layer, read_vocabulary
 from .experts import ExpertLayer
 from .rotary import read_rotary
 from .settings import Settings, read_activation, read_heads, read_routing_size, read_windows
@@ -50,11 +50,10 @@ class Qwen3Moe(Decoder):
             else:
                 feed_forward = ExpertLayer(ops, hidden_size, num_experts, expert_width, routing, activation)
             layers.append(Layer(ops, hidden_size, eps, attention, feed_forward))
-        tied = settings.get("tie_word_embeddings", bool, False)
         rotary = read_rotary(settings, heads.dim, settings.need("max_position_embeddings", int))
         return cls(
             ops,
-            Vocabulary(ops, settings.need("vocab_size", int), hidden_size, tied=tied),
+            read_vocabulary(ops, settings, hidden_size),
             layers,
             groups,
             rotary,

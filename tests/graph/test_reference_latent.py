@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
+from steps import ints, packed_step
 from torch import Tensor
 
-from airdecode.graph.inputs import GroupInputs, StepInputs
+from airdecode.graph.inputs import Phase
 from airdecode.graph.ops.protocol import Rotary
 from airdecode.graph.ops.protocol_latent import LatentHeads, LatentQuery, LatentWeights
 from airdecode.graph.ops.reference import ReferenceOps
@@ -17,22 +18,6 @@ from airdecode.graph.ops.reference import ReferenceOps
 OPS = ReferenceOps(torch.float32)
 HEADS = LatentHeads(query=3, nope=5, rope=4, value=6, rank=7)
 P = 4
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def step(phase: str, q_lens: list[int], kv_lens: list[int], table: Tensor | None, slots: Tensor) -> StepInputs:
-    positions = [p for q, kv in zip(q_lens, kv_lens, strict=True) for p in range(kv - q, kv)]
-    return StepInputs(
-        phase=phase,  # type: ignore[arg-type]
-        positions=ints(*positions),
-        q_cu_len=torch.tensor(q_lens).cumsum(0).to(torch.int32),
-        kv_len=ints(*kv_lens),
-        live=torch.ones(len(positions), dtype=torch.bool),
-        groups=(GroupInputs(slots, table),),
-    )
 
 
 def caches(*dims: int) -> tuple[Tensor, ...]:
@@ -89,17 +74,11 @@ def test_absorbed_equals_expanded_in_prefill_and_decode(q_rank: bool) -> None:
     angles = torch.randn(7, 2)
     cache, scale = caches(7, 4), 0.37
 
-    def run(phase: str, spans: list[tuple[int, int]]) -> Tensor:
+    def run(phase: Phase, spans: list[tuple[int, int]]) -> Tensor:
         x = torch.cat([seq[a:b] for seq, (a, b) in zip(sequences, spans, strict=True)])
         turns = torch.cat([angles[a:b] for a, b in spans])
         slots = [row[p // P] * P + p % P for row, (a, b) in zip(tables, spans, strict=True) for p in range(a, b)]
-        given = step(
-            phase,
-            [b - a for a, b in spans],
-            [b for _, b in spans],
-            torch.tensor(tables, dtype=torch.int32),
-            ints(*slots),
-        )
+        given = packed_step(phase, [b - a for a, b in spans], [b for _, b in spans], ints(tables), slots)
         rotary = Rotary(turns.cos(), turns.sin(), interleaved=True)
         query = OPS.latent_query(x, operands, HEADS, rotary, cache, given.groups[0].slot_mapping)
         assert (query.hidden is not None) == q_rank
@@ -116,18 +95,18 @@ def test_absorbed_equals_expanded_in_prefill_and_decode(q_rank: bool) -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("top", [1, 3, 100])
-def test_sparse_attention_sees_what_scores_best(phase: str, top: int) -> None:
+def test_sparse_attention_sees_what_scores_best(phase: Phase, top: int) -> None:
     """Selection and attention over it, against loops; a row shorter than `top` selects all that it has."""
     torch.manual_seed(1)
     kv_lens, q_lens = [7, 2], [1, 1] if phase == "decode" else [3, 2]
-    table = ints(5, 2, 8, 0).view(2, 2)
+    table = ints([[5, 2], [8, 0]])
     latent, rope, index = caches(7, 4, 6)
     for row, kv_len in enumerate(kv_lens):
         for p in range(kv_len):
             block = table[row, p // P]
             for part in (latent, rope, index):
                 part[block, p % P] = torch.randn(part.shape[-1])
-    given = step(phase, q_lens, kv_lens, table, ints())
+    given = packed_step(phase, q_lens, kv_lens, table)
     T = sum(q_lens)
     q, head_weights = torch.randn(T, 2, 6), torch.randn(T, 2)
     query = LatentQuery(torch.randn(T, 3, 7), torch.randn(T, 3, 4), None)
@@ -151,7 +130,7 @@ def test_index_keys_are_layer_normed_rotated_and_cached() -> None:
     (cache,) = caches(6)
     weight, bias = (torch.nn.Parameter(torch.randn(6), requires_grad=False) for _ in range(2))
     q, k, angles = torch.randn(3, 2 * 6), torch.randn(3, 6), torch.randn(3, 2)
-    slots = ints(9, 30, 2)
+    slots = ints([9, 30, 2])
     got = OPS.index_query(q, k, (weight, bias), 1e-6, Rotary(angles.cos(), angles.sin()), cache, slots)
     normed = (k - k.mean(-1, keepdim=True)) / (k.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt() * weight + bias
     flat = cache.view(36, 6)[slots.long()]

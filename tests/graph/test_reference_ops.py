@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from steps import ints, packed_step
 from torch import Tensor
 
 from airdecode.graph.inputs import GroupInputs, StepInputs
@@ -15,22 +16,6 @@ from airdecode.graph.ops.reference_attention import rotate
 
 OPS = ReferenceOps(torch.float32)
 P = 4
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def step(phase: str, q_lens: list[int], kv_lens: list[int], table: Tensor | None, slots: Tensor) -> StepInputs:
-    positions = [p for q, kv in zip(q_lens, kv_lens, strict=True) for p in range(kv - q, kv)]
-    return StepInputs(
-        phase=phase,  # type: ignore[arg-type]
-        positions=ints(*positions),
-        q_cu_len=torch.tensor(q_lens).cumsum(0).to(torch.int32),
-        kv_len=ints(*kv_lens),
-        live=torch.ones(len(positions), dtype=torch.bool),
-        groups=(GroupInputs(slot_mapping=slots, block_table=table),),
-    )
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, sink: Tensor | None) -> Tensor:
@@ -58,7 +43,7 @@ def test_packed_prefill_reads_each_row_through_its_table(window: int | None, sin
         for i in range(len(k)):
             keys[table[row, i // P], i % P], values[table[row, i // P], i % P] = k[i], v[i]
     q = torch.randn(sum(q_lens), 4, 8)
-    given = step("prefill", q_lens, kv_lens, table, ints())
+    given = packed_step("prefill", q_lens, kv_lens, table)
     got = OPS.attention(q, (keys, values), given, 0, heads=heads, scale=scale, window=window, sinks=sinks)
     token = 0
     for (k, v), q_len, kv_len in zip(rows, q_lens, kv_lens, strict=True):
@@ -78,8 +63,8 @@ def test_decode_is_the_same_paged_and_contiguous() -> None:
     paged = torch.empty_like(contiguous)
     paged[:, order] = contiguous
     q = torch.randn(3, 4, 8)
-    one = step("decode", [1, 1, 1], kv_lens, None, ints())
-    two = step("decode", [1, 1, 1], kv_lens, order.view(3, 2).to(torch.int32), ints())
+    one = packed_step("decode", [1, 1, 1], kv_lens, None)
+    two = packed_step("decode", [1, 1, 1], kv_lens, order.view(3, 2).to(torch.int32))
     got = OPS.attention(q, (contiguous[0], contiguous[1]), one, 0, heads=heads, scale=0.5)
     assert torch.equal(got, OPS.attention(q, (paged[0], paged[1]), two, 0, heads=heads, scale=0.5))
     for row in range(3):
@@ -91,7 +76,7 @@ def test_c046_window_counts_itself() -> None:
     heads = Heads(query=1, kv=1, dim=1)
     values = torch.arange(12.0).view(3, P, 1, 1)
     for kv_len, seen in ((3, [0, 1, 2]), (4, [0, 1, 2, 3]), (5, [1, 2, 3, 4]), (6, [2, 3, 4, 5]), (11, [7, 8, 9, 10])):
-        given = step("decode", [1], [kv_len], ints(0, 1, 2).view(1, 3), ints())
+        given = packed_step("decode", [1], [kv_len], ints([[0, 1, 2]]))
         got = OPS.attention(
             torch.zeros(1, 1, 1), (values, values), given, 0, heads=heads, scale=1.0, window=4
         )  # equal scores: the mean of what is seen
@@ -103,7 +88,7 @@ def test_c048_sink_is_in_the_denominator_only() -> None:
     cache = (torch.zeros(1, P, 1, 1), torch.ones(1, P, 1, 1))
     sinks = torch.tensor([0.0, math.log(2.0)])
     for phase in ("decode", "prefill"):
-        given = step(phase, [1], [2], ints(0).view(1, 1), ints())
+        given = packed_step(phase, [1], [2], ints([[0]]))
         got = OPS.attention(torch.zeros(1, 2, 1), cache, given, 0, heads=heads, scale=1.0, sinks=sinks)
         torch.testing.assert_close(got, torch.tensor([[2 / 3, 2 / 4]]))
 
@@ -112,8 +97,8 @@ def test_c063_query_heads_share_kv_heads_in_order() -> None:
     heads = Heads(query=4, kv=2, dim=1)
     values = torch.arange(2.0).view(1, 1, 2, 1).expand(1, P, 2, 1).contiguous()
     for phase in ("decode", "prefill"):
-        for table in (ints(0).view(1, 1), None):
-            given = step(phase, [1], [3], table, ints())
+        for table in (ints([[0]]), None):
+            given = packed_step(phase, [1], [3], table)
             got = OPS.attention(torch.randn(1, 4, 1), (values, values), given, 0, heads=heads, scale=1.0)
             torch.testing.assert_close(got, torch.tensor([[0.0, 0.0, 1.0, 1.0]]))
 
@@ -140,7 +125,7 @@ def test_rotate_and_cache_writes_its_slots_and_nothing_else() -> None:
     angles = torch.randn(2, 2)
     weight = torch.nn.Parameter(torch.rand(4) + 0.5)
     rotary = Rotary(angles.cos(), angles.sin())
-    q = OPS.rotate_and_cache(qkv, heads, rotary, cache, ints(9, 2), q_norm=weight, k_norm=weight, eps=1e-6)
+    q = OPS.rotate_and_cache(qkv, heads, rotary, cache, ints([9, 2]), q_norm=weight, k_norm=weight, eps=1e-6)
     norm = torch.nn.RMSNorm(4, eps=1e-6)
     norm.weight = weight
     with torch.no_grad():
@@ -172,7 +157,7 @@ def test_linear_stacks_its_parts_and_serves_as_an_embedding() -> None:
     want = torch.cat([x @ w.T + b for w, b in zip(weights, biases, strict=True)], dim=1)
     torch.testing.assert_close(linear(x), want)
     torch.testing.assert_close(linear.logits(x), want)
-    assert torch.equal(linear.rows(ints(4, 0)), torch.stack([weights[1][2], weights[0][0]]))
+    assert torch.equal(linear.rows(ints([4, 0])), torch.stack([weights[1][2], weights[0][0]]))
 
 
 def test_argmax_takes_the_lowest_of_equals() -> None:
@@ -194,7 +179,13 @@ def test_exports_with_static_shapes_and_writes_the_input_in_place() -> None:
             return OPS.attention(q, (keys, values), given, 0, heads=heads, scale=0.5, window=3)
 
     angles = torch.randn(3, 2)
-    control = (ints(0, 1, 0), ints(2, 3), ints(2, 1), ints(4, 5, 8), torch.tensor([[1], [2]], dtype=torch.int32))
+    control = (
+        ints([0, 1, 0]),
+        ints([2, 3]),
+        ints([2, 1]),
+        ints([4, 5, 8]),
+        ints([[1], [2]]),
+    )
     inputs = (
         torch.randn(3, 16),
         torch.zeros(3, P, 1, 4),

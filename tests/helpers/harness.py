@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from steps import ints
 from torch import Tensor
 
 from airdecode.graph.inputs import GroupInputs, StepInputs
 
 NULL = 0
-
-
-def ints(values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Harness:
