@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from .bench.command import add_arguments as add_bench
+    from .evaluate import add_arguments as add_eval
+    from .evaluate import main_eval
 
     parser = argparse.ArgumentParser(
         prog="airdecode",
@@ -61,7 +64,22 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="show a model, its buckets and what memory they take")
     _add_engine(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.add_argument("--blocks", metavar="TRACE", help="draw the block tables that a trace file holds")
     info.set_defaults(run=_info)
+    trace = commands.add_parser("trace", help="decode a few prompts and write a Chrome trace of every step")
+    _add_engine(trace)
+    _add_sampling(trace)
+    trace.add_argument("--out", required=True, metavar="FILE.json", help="open it in ui.perfetto.dev")
+    trace.set_defaults(run=_trace)
+    host = commands.add_parser("bench-host", help="measure planning and staging alone, with no device work")
+    host.add_argument("--rows", default="1,8,64,256,1024", help="(default: %(default)s)")
+    host.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
+    host.add_argument("--json", metavar="FILE", help="write all figures")
+    host.add_argument("--plot", metavar="FILE.png", help="draw them")
+    host.set_defaults(run=_bench_host)
+    quality = commands.add_parser("eval", help="what quantised weights cost: perplexity and agreement")
+    add_eval(quality)
+    quality.set_defaults(run=main_eval)
     bench = commands.add_parser("bench", help="measure latency, side by side in one run", epilog=EXAMPLES)
     add_bench(bench)
     bench.set_defaults(run=_bench)
@@ -122,8 +140,8 @@ def _pull(arguments: argparse.Namespace) -> None:
     print(hub.pull(arguments.name, say))
 
 
-def _generate(arguments: argparse.Namespace) -> None:
-    model, config = engine_options(arguments)
+def _request(arguments: argparse.Namespace) -> tuple[Any, SamplingParams]:
+    """The prompt and how to continue it."""
     params = SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
@@ -136,9 +154,14 @@ def _generate(arguments: argparse.Namespace) -> None:
         ignore_eos=arguments.ignore_eos,
     )
     text = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
-    prompt = [{"role": "user", "content": text}] if arguments.chat else text
+    return ([{"role": "user", "content": text}] if arguments.chat else text), params
+
+
+def _generate(arguments: argparse.Namespace) -> None:
     from .engine import Engine
 
+    model, config = engine_options(arguments)
+    prompt, params = _request(arguments)
     with Engine.load(model, config, progress=say) as engine:
         load_s = time.perf_counter() - PROCESS_START
         if not arguments.json:
@@ -172,9 +195,42 @@ def _bench(arguments: argparse.Namespace) -> int:
     return main_bench(arguments, lambda model: hub.resolve(model, say))
 
 
+def _trace(arguments: argparse.Namespace) -> None:
+    from .engine import Engine
+
+    arguments.trace = arguments.out
+    model, config = engine_options(arguments)
+    prompt, params = _request(arguments)
+    with Engine.load(model, config, progress=say) as engine:
+        engine.capture()
+        outputs = engine.generate([prompt] * config.max_rows, params)
+        steps = len(engine.steps.records)
+    print(f"{len(outputs)} requests, {steps} steps: {arguments.out}; open it in ui.perfetto.dev")
+    print(f"the fullest step's blocks: airdecode info --blocks {arguments.out}")
+
+
+def _bench_host(arguments: argparse.Namespace) -> None:
+    from . import bench_host
+
+    try:
+        rows = [int(count) for count in arguments.rows.split(",")]
+    except ValueError:
+        raise ValueError(f"--rows is {arguments.rows!r}; give numbers, for example 1,8,64") from None
+    result = bench_host.run(rows, arguments.steps, progress=lambda text: say(text + "\n"))
+    print(bench_host.table(result))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    if arguments.plot:
+        bench_host.plot(result, arguments.plot)
+
+
 def _info(arguments: argparse.Namespace) -> None:
     from .info import describe
+    from .picture import draw_file
 
+    if arguments.blocks:
+        print(draw_file(Path(arguments.blocks)))
+        return
     model, config = engine_options(arguments)
     facts = describe(model, config, say)
     print(json.dumps(facts.as_dict(), indent=2) if arguments.json else facts.as_text())

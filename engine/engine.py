@@ -79,7 +79,8 @@ class Engine:
         scheduler = Scheduler(settings, built.groups, max_model_len=max_model_len, index_dtypes=dtypes)
         identity = f"{report.architecture} {checkpoint.config} {ops.name} {settings.weights} {max_model_len}"
         runner = Runner(built, target, scheduler, identity=identity, capture=settings.capture, say=say)
-        return cls(text, runner, Loop(scheduler, runner, text, pipeline=settings.pipeline), report, settings)
+        loop = Loop(scheduler, runner, text, pipeline=settings.pipeline, snapshots=settings.trace is not None)
+        return cls(text, runner, loop, report, settings)
 
     # -- requests -------------------------------------------------------------------------------------------------
     def generate(

@@ -42,7 +42,10 @@ class _Step:
 class Loop:
     """Owns the scheduler; nobody else touches it but under `lock`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, text: Text, *, pipeline: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, text: Text, *, pipeline: bool, snapshots: bool = False
+    ) -> None:
+        """`pipeline`: plan a step while the one before runs. `snapshots`: keep the fullest step's tables."""
         self.scheduler, self.runner, self.text = scheduler, runner, text
         self.drawing = Drawing(scheduler.config.max_rows)
         self.recorder = Recorder()
@@ -53,6 +56,7 @@ class Loop:
         self._samples: dict[int, Sample] = {}  # by sequence id
         self._jobs: deque[tuple[Callable[[], object], Future]] = deque()
         self._closing = False
+        self._snapshots, self._most_held = snapshots, 0
         self._thread = threading.Thread(target=self._run, name="airdecode-loop", daemon=True)
         self._thread.start()
 
@@ -173,7 +177,16 @@ class Loop:
         with self.lock:
             committed = self.scheduler.commit(step.plan, results.tokens)
             self._give(committed, results, begin)
+            if self._snapshots:
+                self._snapshot()
         step.record.spans["commit"] = (begin, time.perf_counter())
+
+    def _snapshot(self) -> None:
+        """Keep the tables of the step in which the sequences hold most."""
+        seated = [self.scheduler.inspect(seq_id) for seq_id in self._samples]
+        held = sum(len(table) for sequence in seated for table in sequence["tables"])
+        if held >= self._most_held:
+            self._most_held, self.recorder.sequences = held, seated
 
     def _give(self, committed: Committed, results: Results, now: float) -> None:
         tokens, ended = committed.tokens.tolist(), committed.ended.tolist()

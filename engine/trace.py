@@ -1,4 +1,7 @@
-"""What each step did when: kept in a bounded ring, written as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+"""What each step did when: kept in a bounded ring, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+
+Beside the steps the file holds the block tables of the fullest step, for `airdecode info --blocks`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 PHASES = ("plan", "copy", "run", "commit")  # a step's way through the rooms; each is a lane of the picture
 LANES = {"plan": "host", "copy": "copy stream", "run": "compute stream", "commit": "host"}
@@ -35,6 +39,7 @@ class Recorder:
     def __init__(self, limit: int = 100_000) -> None:
         self.records: deque[StepRecord] = deque(maxlen=limit)
         self.start = time.perf_counter()
+        self.sequences: list[dict[str, Any]] = []  # as they stood at the fullest step (`Scheduler.inspect`)
 
     def add(self, step: int, graph: str, rows: int, tokens: int) -> StepRecord:
         """A new record, to be filled as the step goes its way."""
@@ -63,7 +68,7 @@ class Recorder:
                     "args": arguments,
                 }
                 events.append(event)
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "airdecode": {"sequences": self.sequences}}
 
     def write(self, path: Path) -> None:
         """Write the trace; a file of that name is replaced at once, never half written."""
