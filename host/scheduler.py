@@ -125,7 +125,10 @@ class Scheduler(Roster):
 
     # -- plan -----------------------------------------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
-        """The next step, to be run after those in flight; None: nothing can be planned before a commit, or at all."""
+        """The next step, to be run after those in flight; None: nothing can be planned before a commit, or at all.
+
+        Advance held sequences first: one that still waits for its caller may be preempted when memory is short.
+        """
         if self.needs_drain:
             return None
         self._draining = False

@@ -191,5 +191,6 @@ TestPool.settings = FAST
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 class TestPoolAtLength(PoolMachine.TestCase):
     settings = SLOW

@@ -124,6 +124,7 @@ TestWorld.settings = FAST
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 class TestWorldAtLength(WorldMachine.TestCase):
     settings = SLOW
 
