@@ -24,6 +24,9 @@ def torchair() -> Any:
     """The real torchair, on generated libraries."""
     if not INSTALLED:
         return None
+    import torch
+
     from airdecode.graph.targets.ascend_sim.stubs import load_torch_npu
 
+    torch.set_num_threads(1)  # the tensors are tiny
     return load_torch_npu()

@@ -57,9 +57,7 @@ def test_no_wheel_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_importing_the_operators_does_not_import_torch_npu() -> None:
-    code = (
-        "import sys, airdecode.graph.ops.ascend.ops, airdecode.graph.ops.ascend.contract"
-    )
+    code = "import sys, airdecode.graph.ops.ascend.ops, airdecode.graph.ops.ascend.contract"
     code += "\nassert not {'torch_npu', 'torchair'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

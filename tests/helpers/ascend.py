@@ -11,12 +11,15 @@ def simulate(function: Callable[..., Any], *inputs: Any, wide: bool = False, **o
     return compiled(function, wide=wide, **options)(*inputs)
 
 
-def compiled(function: Callable[..., Any], *, wide: bool = False, **options: Any) -> Any:
-    """`function` behind torchair and the interpreter, its graphs and findings beside it."""
+def compiled(function: Callable[..., Any], *, wide: bool = False, execute: Any = None, **options: Any) -> Any:
+    """`function` behind torchair and the interpreter (or `execute`), its graphs and findings beside it."""
     from airdecode.graph.targets.ascend_sim.compile import compile_function
     from airdecode.graph.targets.ascend_sim.interpreter import Interpreter
 
-    return compile_function("step", function, lambda graph, given: Interpreter(graph, wide=wide).run(given), **options)
+    def interpret(graph: Any, given: Any) -> Any:
+        return Interpreter(graph, wide=wide).run(given)
+
+    return compile_function("step", function, execute or interpret, **options)
 
 
 def types(made: Any, *, views: bool = False) -> list[str]:

@@ -1,9 +1,10 @@
 """Catches the GE graphs that the real torchair front end makes, and the inputs of every later run.
 
-torchair reaches for the device in five places: when it asks for its name, when it starts the graph engine, when it asks
-CANN's operator registry, when it loads a graph and when it runs one. Inside `recording` these are replaced, and three
-more are watched, so that a graph is kept with the FX code and the user's line of every node. Outside of it torchair is
-as it was.
+torchair reaches for the device in a few places: when it asks for its name, when it starts the graph engine, when it
+asks CANN's operator registry, when it loads a graph, when it runs or captures one. Inside `recording` these are
+replaced, and a few more are watched, so that a graph is kept with the FX code and the user's line of every node.
+Outside of it torchair is as it was. In mode npugraph_ex the FX graph after torchair's passes is all there is:
+capture needs a device.
 
 Tensors of a capture lie in host memory here; their placement is written as the device's, which is where a target
 puts them.
@@ -25,6 +26,7 @@ from .ge_graph import AddressKind, Graph, from_proto
 from .stubs import load_torch_npu
 
 CHIP = "Ascend910B3"  # what converters are told to run on: an Atlas A2
+_KINDS: dict[str, AddressKind] = {"PARAMETER": "parameter", "STATIC_TENSOR": "static"}
 Execute = Callable[[Graph, Sequence[Tensor]], list[Tensor]]
 
 
@@ -43,10 +45,7 @@ class Captured:
         """How each input is addressed, by torchair's own record."""
         kinds: dict[str, AddressKind] = {}
         for name, info in self.concrete.graph.named_inputs_info.items():
-            kind: AddressKind = {"PARAMETER": "parameter", "STATIC_TENSOR": "static"}.get(
-                info.value_type.name, "per call"
-            )
-            kinds[name] = "host" if info.device_type == "CPU" else kind
+            kinds[name] = "host" if info.device_type == "CPU" else _KINDS.get(info.value_type.name, "per call")
         return kinds
 
 
@@ -73,10 +72,11 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
 
 def _install(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     import torch_npu
+    from torchair._acl_concrete_graph import fx2acl_converter
     from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
     from torchair.ge._ge_graph import GeGraph
 
-    concrete = fx2ge_converter.GeConcreteGraph
+    concrete, captured = fx2ge_converter.GeConcreteGraph, fx2acl_converter.AclConcreteGraph
     replaced: list[tuple[Any, str, Any]] = [
         (fx2ge_converter, "initialize_graph_engine", lambda *_args, **_options: None),
         (compat_ir, "is_cann_compat", lambda *_args, **_options: ""),
@@ -86,6 +86,10 @@ def _install(recorder: Recorder) -> list[tuple[Any, str, Any]]:
         (GeGraph, "run", _run),
         (concrete, "__init__", functools.partialmethod(_begin, concrete.__init__, recorder)),
         (concrete, "parse_input", functools.partialmethod(_place_on_device, concrete.parse_input)),
+        (captured, "__init__", functools.partialmethod(_begin_captured, captured.__init__, recorder)),
+        (captured, "codegen", lambda *_args, **_options: None),  # so that torchair calls the object itself
+        (captured, "__call__", _run_captured),
+        (fx2acl_converter, "AclGraph", _NoDeviceGraph),
         (concrete, "converter_context", functools.partialmethod(_trace_node, concrete.converter_context)),
     ]
     restore = []
@@ -100,6 +104,33 @@ def _begin(self: Any, original: Any, recorder: Recorder, *args: Any, **options: 
     captured = Captured(recorder.execute, concrete=self)
     self.graph.captured = captured  # torchair's graph carries its record, and a later run finds it
     recorder.graphs.append(captured)
+
+
+def _begin_captured(self: Any, original: Any, recorder: Recorder, *args: Any, **options: Any) -> None:
+    original(self, *args, **options)
+    self.captured = Captured(recorder.execute, concrete=self)
+    recorder.graphs.append(self.captured)
+
+
+class _NoDeviceGraph:
+    """In place of the object that captures kernels on a device, which is where npugraph_ex ends here."""
+
+    def __init__(self, fx_graph: Any = None, config: Any = None) -> None:
+        self.fx_graph, self.config = fx_graph, config
+
+    def load(self, info: Any) -> None:
+        """What to update between replays."""
+        self.info = info
+
+
+def _run_captured(self: Any, *_inputs: Any) -> tuple[Any, ...]:
+    """Zeros: the FX graph after torchair's passes is all that can be had without a device."""
+    captured: Captured = self.captured
+    captured.fx_code = self.fx_graph.print_readable(print_output=False)
+    captured.runs += 1
+    output = next(node for node in self.fx_graph.graph.nodes if node.op == "output")
+    values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in output.args[0]]
+    return tuple(torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for v in values)
 
 
 def _place_on_device(self: Any, original: Any, target: Any, args: Any, kwargs: Any, meta: Any) -> Any:

@@ -7,7 +7,8 @@ judged by the contract before torchair converts it; a failure becomes a finding 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,7 @@ def _own(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _room_for_graphs() -> Any:
-    with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096):
+def _room_for_graphs() -> Iterator[None]:
+    with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="When enable frozen_parameter")  # it says what the option does
         yield

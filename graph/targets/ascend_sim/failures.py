@@ -40,19 +40,28 @@ _KINDS = (
         "use an operator that torchair converts; a cache is written by npu_scatter_pa_kv_cache or scatter_update_",
     ),
 )
+_HOST, _SHAPE, _NAMES, _CONVERTER = _KINDS
 _OPERATOR = re.compile(r"= ([\w.]+)$")
+_WAITS = ("_local_scalar_dense", "item")
+_COUNTS = ("nonzero", "masked_select", "unique", "index.Tensor")
 
 
 def explain(error: BaseException) -> list[Finding]:
     """One finding that names the rule, the operator or value, and the user's line."""
     source = source_of_error(error)
     text = _whole_text(error)
-    kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
     operator = _OPERATOR.search(source.fx)
-    if kind is None or (operator and kind is not _KINDS[3] and "converter" in text):
-        kind = _KINDS[3] if operator else _Kind("", "the function is one graph", "see the message")
-    value = operator[1] if operator else _first_line(error)
-    return [Finding("error", kind.rule, value, kind.remedy, source.line)]
+    if operator is None:
+        kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
+        kind = kind or _Kind("", "the function is one graph", "see the message")
+        return [Finding("error", kind.rule, _first_line(error), kind.remedy, source.line)]
+    name = operator[1]
+    kind = _CONVERTER
+    if any(part in name for part in _WAITS):
+        kind = _HOST
+    elif any(part in name for part in _COUNTS) and re.search(r"[Dd]ata[- ]?[Dd]ependent|\bu\d+\b", text):
+        kind = _SHAPE
+    return [Finding("error", kind.rule, name, kind.remedy, source.line)]
 
 
 def _whole_text(error: BaseException) -> str:

@@ -147,7 +147,9 @@ def from_proto(
     proto: Any, sources: Mapping[str, Source], kinds: Mapping[str, AddressKind], written_back: Mapping[int, int]
 ) -> Graph:
     """Read torchair's GraphDef (`GeGraph` too). `sources` and `kinds` are by node name."""
-    nodes, inputs, outputs = [], [], ()
+    nodes: list[Node] = []
+    inputs: list[Input] = []
+    outputs: tuple[Edge, ...] = ()
     for op in proto.op:
         node = _node(op, sources.get(op.name, Source("", "", ())))
         if op.type in ("Data", "RefData"):

@@ -55,7 +55,7 @@ class Call:
 
     def many(self, name: str) -> list[Tensor]:
         """The members of a dynamic input: name0, name1, ..."""
-        found = []
+        found: list[Tensor] = []
         while f"{name}{len(found)}" in self._values:
             found.append(self._values[f"{name}{len(found)}"])
         return found

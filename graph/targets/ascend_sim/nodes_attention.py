@@ -18,11 +18,12 @@ from torch import Tensor
 from .interpreter import Call, node
 from .layouts import Layout, layout_of, paged_rows
 
-_UNMODELLED = ("pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2")
-_UNMODELLED += ("antiquant_scale", "antiquant_offset", "query_padding_size", "kv_padding_size", "key_antiquant_scale")
-_UNMODELLED += ("key_antiquant_offset", "value_antiquant_scale", "value_antiquant_offset", "key_shared_prefix")
-_UNMODELLED += ("value_shared_prefix", "actual_shared_prefix_len", "key_rope_antiquant_scale", "dequant_scale_query")
-_UNMODELLED += ("q_start_idx", "kv_start_idx")
+_UNMODELLED = """
+    pse_shift dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale antiquant_offset
+    query_padding_size kv_padding_size key_antiquant_scale key_antiquant_offset value_antiquant_scale
+    value_antiquant_offset key_shared_prefix value_shared_prefix actual_shared_prefix_len key_rope_antiquant_scale
+    dequant_scale_query q_start_idx kv_start_idx
+""".split()  # noqa: SIM905 (words are easier to read)
 _NO_LIMIT = 2147483647
 _MASK_SIDE = 2048
 
