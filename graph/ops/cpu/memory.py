@@ -12,25 +12,28 @@ _SLAB = 64 << 20  # bytes of address space taken at once; only what is written b
 
 
 class Arena:
-    """Hands out tensors from a few large mappings: a small tensor of its own would never get a huge page."""
+    """Hands out tensors from a few large mappings: a small tensor of its own would never get a huge page.
+
+    Each has a storage of its own, so that writing to one is not taken for a write to all.
+    """
 
     def __init__(self) -> None:
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._slab: mmap.mmap | None = None
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor, 4 KB-aligned; it happens to be zero. Memory goes with the last tensor of its slab."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        room = -(-size // 4096) * 4096
-        if self._used + room > len(self._slab):
+        numbers = torch.Size(shape).numel()
+        room = -(-numbers * dtype.itemsize // 4096) * 4096
+        if self._slab is None or self._used + room > len(self._slab):
             self._slab, self._used = _mapped(max(room, _SLAB)), 0
-        piece = self._slab[self._used : self._used + size]
+        tensor = torch.frombuffer(self._slab, dtype=dtype, count=numbers, offset=self._used)
         self._used += room
-        return piece.view(dtype).view(tuple(shape))
+        return tensor.view(tuple(shape))
 
 
-def _mapped(size: int) -> Tensor:
+def _mapped(size: int) -> mmap.mmap:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return pages
