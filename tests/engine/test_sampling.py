@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from transformers import (
 from airdecode.configs.sampling import MAX_LOGPROBS
 from airdecode.engine.sampling import Drawn, Sampler, SampleStep, penalize, reset_seat
 from airdecode.engine.sampling_state import MAX_BANNED, sample_fields
+from airdecode.graph.ops.cpu.ops import CpuOps
 from airdecode.graph.ops.reference import ReferenceOps
+from airdecode.graph.targets.cpu import CpuTarget
 
-OPS = ReferenceOps(torch.float32)
+REFERENCE, CPU = ReferenceOps(torch.float32), CpuOps(torch.float32)
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "banned": ()}
 
 
@@ -30,13 +33,17 @@ def draw(logits: Any, uniform: Any, adjusted: Any = None, **parameters: Any) -> 
     uniform = torch.as_tensor(uniform, dtype=torch.float32).reshape(-1)
     count = len(uniform)
     raw = torch.as_tensor(logits, dtype=torch.float32)
-    raw = raw.expand(count, -1) if raw.dim() == 1 else raw
+    raw = raw.expand(count, -1).contiguous() if raw.dim() == 1 else raw
     chosen = OFF | parameters
     banned = torch.full((count, MAX_BANNED), -1, dtype=torch.int32)
     banned[:, : len(chosen["banned"])] = torch.tensor(chosen["banned"], dtype=torch.int32)
     kinds = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-    rows = [torch.as_tensor(chosen[name], dtype=kind).expand(count) for name, kind in kinds.items()]
-    return Sampler(OPS)(raw, raw if adjusted is None else adjusted, *rows, uniform, banned)
+    rows = [torch.as_tensor(chosen[name], dtype=kind).expand(count).contiguous() for name, kind in kinds.items()]
+    drawn, golden = (
+        Sampler(ops)(raw, raw if adjusted is None else adjusted, *rows, uniform, banned) for ops in (CPU, REFERENCE)
+    )
+    assert torch.equal(drawn.token, golden.token), "the cpu operators draw other tokens than the golden ones"
+    return drawn
 
 
 def distribution(logits: Any, points: int = 4096, **parameters: Any) -> np.ndarray:
@@ -218,39 +225,68 @@ def test_nan_logits_give_a_token_of_the_vocabulary() -> None:
         assert all(0 <= token < 40 for token in drawn.token.tolist())
 
 
-@pytest.mark.parametrize("penalised", [False, True])
-def test_a_step_writes_its_results_in_place(penalised: bool) -> None:
-    """Two samples of one logits row, one of another; padding writes its own seats only."""
-    max_rows, vocab, rows = 4, 32, 4
+MAX_ROWS, VOCAB, ROWS = 4, 32, 4
+
+
+def step_inputs(penalised: bool) -> tuple[SampleStep, tuple[Any, ...]]:
+    """Two samples of one logits row, one of another, and a padding row, which writes its own seat only."""
     fields = {
         name: torch.zeros(shape, dtype=torch.from_numpy(np.zeros(0, kind)).dtype)
-        for name, (shape, kind) in sample_fields(rows, penalties=penalised).items()
+        for name, (shape, kind) in sample_fields(ROWS, penalties=penalised).items()
     }
     fields["logits_row"][:] = torch.tensor([1, 1, 0, 0])
     fields["seat"][:] = torch.tensor([2, 0, 3, 7])
     fields["banned"][:] = -1
     fields["banned"][1, 0] = 6
-    logits = torch.zeros(2, vocab)
+    logits = torch.zeros(2, VOCAB)
     logits[0, 9], logits[1, 6], logits[1, 8] = 5.0, 5.0, 4.0
-    counts = [torch.zeros(2 * max_rows, vocab, dtype=torch.int32) for _ in range(2)] if penalised else []
+    counts = [torch.zeros(2 * MAX_ROWS, VOCAB, dtype=torch.int32) for _ in range(2)] if penalised else []
     if penalised:
         fields["repetition_penalty"][:] = 2.0
         reset_seat(counts, 3, [9], [9])
         logits[0, 10] = 3.0
-    seat_tokens = torch.full((2 * max_rows,), -1, dtype=torch.int32)
-    top = min(MAX_LOGPROBS, vocab)
+    seat_tokens = torch.full((2 * MAX_ROWS,), -1, dtype=torch.int32)
+    top = min(MAX_LOGPROBS, VOCAB)
     results = [
-        torch.zeros(rows, dtype=torch.int32),
-        torch.zeros(rows),
-        torch.zeros(rows, top),
-        torch.zeros(rows, top, dtype=torch.int32),
+        torch.zeros(ROWS, dtype=torch.int32),
+        torch.zeros(ROWS),
+        torch.zeros(ROWS, top),
+        torch.zeros(ROWS, top, dtype=torch.int32),
     ]
-    SampleStep(OPS, list(fields))(list(fields.values()), logits, seat_tokens, results, counts)
-    tokens = [6, 8, 10 if penalised else 9, 9]
+    return SampleStep(CPU, list(fields)), (list(fields.values()), logits, seat_tokens, results, counts)
+
+
+def check_step(inputs: tuple[Any, ...]) -> None:
+    _, _, seat_tokens, results, counts = inputs
+    tokens = [6, 8, 10 if counts else 9, 9]
     assert results[0].tolist() == tokens
     assert seat_tokens.tolist() == [tokens[1], -1, tokens[0], tokens[2], -1, -1, -1, tokens[3]]
-    worked = np.log(np.stack([softmax(logits[row]) for row in (1, 1, 0, 0)]))
-    np.testing.assert_allclose(results[1], worked[range(rows), tokens], atol=1e-5)
-    if penalised:
+    worked = np.log(np.stack([softmax(inputs[1][row]) for row in (1, 1, 0, 0)]))
+    np.testing.assert_allclose(results[1], worked[range(ROWS), tokens], atol=1e-5)
+    if counts:
         assert counts[1].nonzero().tolist() == [[0, 8], [2, 6], [3, 9], [3, 10], [7, 9]]
         assert counts[0].nonzero().tolist() == [[3, 9]]
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_a_step_writes_its_results_in_place(penalised: bool) -> None:
+    step, inputs = step_inputs(penalised)
+    step(*inputs)
+    check_step(inputs)
+
+
+def test_a_captured_step_does_the_same_at_fixed_addresses(tmp_path: Path) -> None:
+    step, inputs = step_inputs(penalised=True)
+    graph = CpuTarget(tmp_path).capture("sample[4]", step, inputs, "test")
+    graph.run()
+    check_step(inputs)
+    inputs[0][step.names.index("temperature")][:] = 1.0
+    inputs[0][step.names.index("uniform")][:] = torch.tensor([0.0, 0.3, 0.6, 0.999])
+    eager = [value.clone() for value in inputs[4]]
+    golden, _ = step_inputs(penalised=True)
+    results = [torch.zeros_like(result) for result in inputs[3]]
+    golden(inputs[0], inputs[1], torch.zeros(2 * MAX_ROWS, dtype=torch.int32), results, eager)
+    graph.run()
+    assert inputs[3][0].tolist() == results[0].tolist() == inputs[2][[2, 0, 3, 7]].tolist()
+    torch.testing.assert_close(inputs[3][1:3], results[1:3], rtol=0, atol=1e-5)
+    assert torch.equal(inputs[4][1], eager[1])

@@ -108,6 +108,17 @@ AOTITorchError aoti_torch_cpu_air_argmax(Handle logits, Handle* out) {
   });
 }
 
+AOTITorchError aoti_torch_cpu_air_likeliest(Handle scores, Handle weights, Handle top_k, Handle top_p, Handle* out) {
+  return guarded([&] {
+    Array in = Array(scores).expect("scores", {-1, -1});
+    int64_t rows = in.sizes[0], width = in.sizes[1];
+    Array to = make(out, {rows, width}, aoti_torch_dtype_float32());
+    likeliest(in.as<float>("scores"), Array(weights).expect("weights", {rows, width}).as<float>("weights"),
+              Array(top_k).expect("top_k", {rows}).as<int32_t>("top_k"),
+              Array(top_p).expect("top_p", {rows}).as<float>("top_p"), rows, width, to.as<float>("out"));
+  });
+}
+
 AOTITorchError aoti_torch_cpu_air_rotate_and_cache(Handle qkv, Handle cos, Handle sin, Handle key, Handle value,
                                                    Handle slots, const Handle* q_norm, const Handle* k_norm,
                                                    int64_t query_heads, int64_t interleaved, double eps, Handle* out) {
@@ -193,6 +204,7 @@ const char* airdecode_last_error() { return last_error.c_str(); }
   OP(air_rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor")                                                \
   OP(air_add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")                 \
   OP(air_argmax, "(Tensor logits) -> Tensor")                                                                       \
+  OP(air_likeliest, "(Tensor scores, Tensor weights, Tensor top_k, Tensor top_p) -> Tensor")                        \
   OP(air_rotate_and_cache,                                                                                          \
      "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) key, Tensor(b!) value, Tensor slots, Tensor? q_norm, "        \
      "Tensor? k_norm, int query_heads, int interleaved, float eps) -> Tensor")                                      \

@@ -39,6 +39,10 @@ void rms_norm(const T* x, const T* residual, const T* weight, int64_t rows, int6
 template <class T>
 void argmax(const T* logits, int64_t rows, int64_t width, int32_t* out);
 
+// out [rows, width] = weights, with 0 in place of those that top-k and then top-p exclude; see Ops.likeliest.
+void likeliest(const float* scores, const float* weights, const int32_t* top_k, const float* top_p, int64_t rows,
+               int64_t width, float* out);
+
 // Splits qkv [tokens, (query_heads + 2 * kv_heads) * dim], norms heads where a weight is given, turns the first 2 *
 // half dims of queries and keys, writes keys and values at their slots, and queries to `out` [tokens, query_heads,
 // dim].

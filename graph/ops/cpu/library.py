@@ -96,6 +96,10 @@ def _register_shapes() -> None:
     def _(logits: Tensor) -> Tensor:
         return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
+    @fake("airdecode::air_likeliest")
+    def _(scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        return torch.empty_like(weights)
+
     @fake("airdecode::air_rotate_and_cache")
     def _(
         qkv: Tensor,

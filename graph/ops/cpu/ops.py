@@ -72,6 +72,9 @@ class CpuOps(ReferenceOps):
     def argmax(self, logits: Tensor) -> Tensor:
         return torch.ops.airdecode.air_argmax(logits)
 
+    def likeliest(self, scores: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        return torch.ops.airdecode.air_likeliest(scores, weights, top_k, top_p)
+
     # -- attention ------------------------------------------------------------------------------------------------
     def rotate_and_cache(
         self,
