@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     from .bench.command import add_arguments as add_bench
     from .evaluate import add_arguments as add_eval
     from .evaluate import main_eval
+    from .plan import add_arguments as add_plan
+    from .plan import main_plan
 
     parser = argparse.ArgumentParser(
         prog="airdecode",
@@ -66,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.add_argument("--blocks", metavar="TRACE", help="draw the block tables that a trace file holds")
     info.set_defaults(run=_info)
+    plan = commands.add_parser("plan", help="work out whether a published model fits so many devices, and how far")
+    add_plan(plan)
+    plan.set_defaults(run=main_plan)
     trace = commands.add_parser("trace", help="decode a few prompts and write a Chrome trace of every step")
     _add_engine(trace)
     _add_sampling(trace)

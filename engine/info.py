@@ -19,6 +19,7 @@ from ..models.checkpoint import Checkpoint
 from ..models.loader import inspect_model
 from . import hub
 from .engine import make_ops, max_len_of
+from .plan import bytes_text
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ def describe(model: str, config: EngineConfig, say: Callable[[str], None]) -> Fa
         per_token = group.numbers_a_token * itemsize
         caches[f"group {number}"] = (
             f"{group.kind}{'' if group.window is None else f' of {group.window} tokens'}, {len(group.layers)} layers, "
-            f"{_bytes(per_token)} a token, {space.usable} blocks of {config.block_size} tokens "
-            f"(+ {space.total - space.usable} reserved): {_bytes(per_token * config.block_size * space.total)}"
+            f"{bytes_text(per_token)} a token, {space.usable} blocks of {config.block_size} tokens "
+            f"(+ {space.total - space.usable} reserved): {bytes_text(per_token * config.block_size * space.total)}"
         )
-    control = {str(bucket): _bytes(layout.nbytes) for bucket, layout in scheduler.layouts.items()}
+    control = {str(bucket): bytes_text(layout.nbytes) for bucket, layout in scheduler.layouts.items()}
     stored = {name: f"{count} tensors" for name, count in report.stored_dtypes.items()}
     return Facts(
         {
@@ -95,13 +96,6 @@ def _heads(groups: Any) -> str:
 
 def _threads(config: EngineConfig) -> int:
     return config.threads or torch.get_num_threads()
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count} B"
 
 
 def _spelled(value: Any) -> str:

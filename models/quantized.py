@@ -5,8 +5,9 @@ It knows bytes and shapes, nothing of files or models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
 def fp8_scale_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     """Scales of a matrix: one for each block, those at the edges included."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def encoded_bytes(method: str, shape: Sequence[int], block: tuple[int, int]) -> int:
+    """Bytes of a matrix [out, in], or of all experts' in one [E, in, out], scales included.
+
+    fp8: float32 scales for blocks; mxfp4: a byte for 32 values; int8: a float32 scale for each output; int4: two bytes
+    for 32 values.
+    """
+    numbers = prod(shape)
+    outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]
+    sizes: dict[str, Callable[[], int]] = {
+        "fp8": lambda: numbers + 4 * prod(fp8_scale_shape(shape, block)),
+        "mxfp4": lambda: -(-numbers // 2) - (-numbers // MXFP4_BLOCK),
+        "int8": lambda: numbers + 4 * outputs,
+        "int4": lambda: -(-numbers // 2) - 2 * (-numbers // 32),
+    }
+    return sizes[method]()
 
 
 def decode_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
