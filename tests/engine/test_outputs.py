@@ -38,6 +38,7 @@ def test_c092_minus_infinity_is_valid_json() -> None:
                 "text": "a\u00e9",
                 "token_ids": [7],
                 "finish_reason": "stop",
+                "score": None,
                 "logprobs": [{"logprob": -9999.0, "top": [[7, -0.5], [3, -9999.0]]}],
             }
         ],
