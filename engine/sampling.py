@@ -120,16 +120,6 @@ def penalize(
     return logits - presence[:, None] * in_output - frequency[:, None] * output_count
 
 
-def reset_seat(counts: Sequence[Tensor], seat: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """Give `counts` (prompt_seen, output_count) of one seat to a sequence, with what it has generated so far.
-
-    Call it where graphs run, between two of them: before the first sample of a sequence in a new seat.
-    """
-    for count, tokens in zip(counts, (prompt, output), strict=True):
-        ids = torch.tensor(tokens, dtype=torch.int64, device=count.device)
-        count[seat] = torch.bincount(ids, minlength=count.shape[1]).to(count.dtype)
-
-
 def _ban(scores: Tensor, banned: Tensor) -> Tensor:
     """Scores with `banned` ids at -inf. Adding makes unused and repeated entries harmless, whatever their order."""
     drop = torch.where(banned < 0, 0.0, -torch.inf)

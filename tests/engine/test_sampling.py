@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from airdecode.configs.sampling import MAX_LOGPROBS
-from airdecode.engine.sampling import Drawn, Sampler, SampleStep, penalize, reset_seat
+from airdecode.engine.sampling import Drawn, Sampler, SampleStep, penalize
 from airdecode.engine.sampling_state import MAX_BANNED, sample_fields
 from airdecode.graph.ops.cpu.ops import CpuOps
 from airdecode.graph.ops.reference import ReferenceOps
@@ -50,6 +50,12 @@ def distribution(logits: Any, points: int = 4096, **parameters: Any) -> np.ndarr
     """[V]: the share of evenly spread uniform numbers that draws each token; right to within 1 / points."""
     drawn = draw(logits, (np.arange(points) + 0.5) / points, **parameters)
     return np.bincount(drawn.token.numpy(), minlength=len(logits)) / points
+
+
+def reset_seat(counts: list[torch.Tensor], seat: int, prompt: list[int], output: list[int]) -> None:
+    """A sequence takes a seat, with what it has generated so far."""
+    for count, ids in zip(counts, (prompt, output), strict=True):
+        count[seat] = torch.from_numpy(np.bincount(np.array(ids, int), minlength=count.shape[1]))
 
 
 def softmax(logits: Any, temperature: float = 1.0) -> np.ndarray:
