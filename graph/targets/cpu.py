@@ -125,12 +125,16 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
         "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls kernels: optimising it gains nothing
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
         "cpp.vec_isa_ok": True,  # our kernels are built with the same flags: no need to try each
+        "cpp.threads": 1,  # what is left to generate is small, and OpenMP's threads would spin beside our own pool's
     }
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, inputs, strict=False)
+            _check_static(exported)
             made = torch._inductor.aot_compile(exported.module(), inputs, options=options)
+        except CaptureError as error:
+            raise CaptureError(f"{name} cannot be one static graph: {error}") from None
         except Exception as error:
             raise CaptureError(f"{name} cannot be one static graph: {_cause(error)}") from error
     assert isinstance(made, list)
@@ -142,6 +146,16 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
         copy = Path(folder) / library.name
         shutil.copyfile(compiled, copy)
         os.replace(copy, library)
+
+
+def _check_static(exported: torch.export.ExportedProgram) -> None:
+    """Refuse a shape that depends on data: the tracer allows it where a check at run time can mend it."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+            place = lines[-1] if lines else str(node)
+            raise CaptureError(f"{node} has a shape that depends on data ({place}); compute every row and mask instead")
 
 
 def _cause(error: Exception) -> str:
