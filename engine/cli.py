@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -19,10 +19,13 @@ from ..configs import preset
 from ..configs.engine import EngineConfig
 from ..configs.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 PROCESS_START = time.perf_counter()
 EXAMPLES = """examples:
   airdecode generate --model smollm2-135m --prompt "The capital of France is"
-  airdecode generate --model ./my-checkpoint --chat --prompt "Name three fruits." --temperature 0.7 --seed 1
+  airdecode generate --model ./my-checkpoint --prompt "Name three fruits." --temperature 0.7 --seed 1
   airdecode bench --model smollm2-135m --batch 1,8 --prompt-len 128 --new-tokens 128
   airdecode info --model smollm2-135m
 """
@@ -106,7 +109,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="the text to continue; without it, standard input is read")
-    parser.add_argument("--chat", action="store_true", help="give the prompt as a user's message of a chat")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, also where the model has a chat template"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -145,9 +150,8 @@ def _pull(arguments: argparse.Namespace) -> None:
     print(hub.pull(arguments.name, say))
 
 
-def _request(arguments: argparse.Namespace) -> tuple[Any, SamplingParams]:
-    """The prompt and how to continue it."""
-    params = SamplingParams(
+def _params(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -158,17 +162,24 @@ def _request(arguments: argparse.Namespace) -> tuple[Any, SamplingParams]:
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )
+
+
+def _prompt(arguments: argparse.Namespace, engine: Engine) -> Any:
+    """A user's message where the model was made for chats, else the text itself."""
     text = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
-    return ([{"role": "user", "content": text}] if arguments.chat else text), params
+    if arguments.raw or not text or not engine.text.has_chat_template:
+        return text
+    return [{"role": "user", "content": text}]
 
 
 def _generate(arguments: argparse.Namespace) -> None:
     from .engine import Engine
 
     model, config = engine_options(arguments)
-    prompt, params = _request(arguments)
+    params = _params(arguments)
     with Engine.load(model, config, progress=say) as engine:
         load_s = time.perf_counter() - PROCESS_START
+        prompt = _prompt(arguments, engine)
         if not arguments.json:
             for piece in engine.stream(prompt, params):
                 print(piece, end="", flush=True)
@@ -205,10 +216,10 @@ def _trace(arguments: argparse.Namespace) -> None:
 
     arguments.trace = arguments.out
     model, config = engine_options(arguments)
-    prompt, params = _request(arguments)
+    params = _params(arguments)
     with Engine.load(model, config, progress=say) as engine:
         engine.capture()
-        outputs = engine.generate([prompt] * config.max_rows, params)
+        outputs = engine.generate([_prompt(arguments, engine)] * config.max_rows, params)
         steps = len(engine.steps.records)
     print(f"{len(outputs)} requests, {steps} steps: {arguments.out}; open it in ui.perfetto.dev")
     print(f"the fullest step's blocks: airdecode info --blocks {arguments.out}")

@@ -1,0 +1,139 @@
+"""The command line: answers on standard output, mistakes as one line and exit status 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from airdecode.engine.cli import main
+
+EAGER = ["--config", "tiny", "--set", "capture=false", "--set", "operators=reference"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny checkpoint with a tokenizer of single letters."""
+    made = tmp_path / "model"
+    shutil.copytree(tiny.folder("llama-gqa"), made)
+    letters = ["\u0120", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.BPE({letter: 3 + i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(made / "tokenizer.json"))
+    return made
+
+
+def test_generate_prints_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "--model", str(folder), *EAGER, "--prompt", "hello there", "--max-tokens", "9"]
+    assert main([*command, "--ignore-eos"]) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--ignore-eos", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] + "\n" == text
+    assert answer["token_ids"] == tiny.greedy("llama-gqa", answer["prompt_token_ids"], 9)
+    assert answer["finish_reason"] == "length"
+    assert set(answer["timings"]) == {"load_s", "warmup_s", "first_token_s", "ttft_ms", "tpot_ms"}
+    assert answer["graphs"]["recompiles"] == 0
+
+
+def _short(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _rewrite(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = next(folder.glob("*.safetensors"))
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+
+    return damage
+
+
+def _missing_shard(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    names = sorted(tensors)
+    shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
+    for name, part in shards.items():
+        save_file({key: tensors[key] for key in part}, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: name for name, part in shards.items() for key in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_short, "safetensors"),
+        (_missing_shard, "model-00002-of-00003.safetensors"),
+        (_rewrite(lambda tensors: tensors.pop(Q_PROJ)), Q_PROJ),
+        (_rewrite(lambda tensors: tensors.update({Q_PROJ: torch.zeros(3, 3)})), Q_PROJ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    ],
+    ids=["short file", "missing shard", "missing tensor", "wrong shape", "damaged config", "no config"],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], words: str
+) -> None:
+    damage(folder)
+    assert main(["generate", "--model", str(folder), *EAGER, "--prompt", "a"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("airdecode: ") and words in error
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--set", "block_sise=4"], "did you mean 'block_size'"),
+        (["--set", "target=gpu"], "'cpu', 'npu', 'ascend-sim'"),
+        (["--set", "max_rows"], "write KEY=VALUE"),
+        (["--max-tokens", "-3"], "max_tokens is -3"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "0"], "top_p is 0"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", "a" * 300], "300 tokens and max_model_len"),
+        (["--max-model-len", "100000"], "100000"),
+        (["--model", "nobody"], "unknown model 'nobody'"),
+        (["--config", "nobody"], "unknown preset 'nobody'"),
+        (["--threads", "0"], "threads is 0"),
+    ],
+    ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert main(["generate", "--model", str(folder), *EAGER, "--prompt", "a", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("airdecode: ")]
+    assert words in line
+
+
+def test_info_needs_no_weights_in_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--model", str(folder), "--config", "tiny", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["architecture"] == "LlamaForCausalLM"
+
+
+def test_trace_and_its_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    options = ["--prompt", "abc", "--max-tokens", "5", "--ignore-eos", "--out", str(file)]
+    assert main(["trace", "--model", str(folder), *EAGER, *options]) == 0
+    assert main(["info", "--blocks", str(file)]) == 0
+    assert "next token: block" in capsys.readouterr().out
+    assert main(["info", "--blocks", str(folder / "config.json")]) == 2
