@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
 
 @dataclass(frozen=True)
 class Options:
@@ -40,3 +44,16 @@ def compiler_config(options: Options) -> Any:
             raise ValueError(f"torchair has no option {name!r}; see torchair.CompilerConfig")
         setattr(owner, path[-1], value)
     return config
+
+
+def fixed(inputs: Any) -> Any:
+    """The same tensors as parameters, memory shared: torchair freezes the addresses of parameters, and of nothing else.
+
+    The mark that it documents for this, torch._dynamo.mark_static_address, turns an input into an attribute of the
+    graph before torchair looks for it (torch 2.13).
+    """
+
+    def as_parameter(tensor: Any) -> Any:
+        return nn.Parameter(tensor, requires_grad=False) if isinstance(tensor, torch.Tensor) else tensor
+
+    return tree_map(as_parameter, inputs)

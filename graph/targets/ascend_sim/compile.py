@@ -34,6 +34,7 @@ class Compiled:
     recorder: Recorder
     fx: list[GraphModule] = field(default_factory=list)  # Dynamo's, one for each compile
     findings: list[Finding] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)  # what an input of the graph is, where that is known
 
     @property
     def graphs(self) -> list[Captured]:

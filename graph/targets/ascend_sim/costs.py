@@ -149,6 +149,8 @@ def _flops(graph: Graph, node: Node, kv_len: int | None) -> float:
     if node.type == "FusedInferAttentionScore":
         query, _ = _attention_sizes(graph, node)
         return 2.0 * _queries(graph, node) * _keys(graph, node, kv_len) * query
+    if node.type in IN_PLACE or node.type in MOVING:
+        return 0.0
     return float(sum(prod(out.shape) for out in node.outputs if out.shape is not None))
 
 

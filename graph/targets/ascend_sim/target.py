@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ....host.staging import CpuDevice, Device
 from ...ops.ascend.ops import AscendOps
 from ...static_graph import CaptureError, Inputs, StaticGraph, capture_eagerly, flat_tensors
+from ..ascend_options import fixed
 from ..findings import Finding
 from .checks import check
 from .compile import Compiled, compile_function
@@ -34,6 +36,7 @@ class AscendSimTarget:
     def __init__(self, cache_folder: Path | None = None) -> None:
         """`cache_folder` is not used: graphs are made in seconds and kept nowhere."""
         load_torch_npu()
+        self.refuse = True  # False: graphs with errors are made all the same, to be looked at
         self.captured: dict[str, Compiled] = {}
         self.findings: dict[str, list[Finding]] = {}
 
@@ -65,23 +68,54 @@ class AscendSimTarget:
             seen.append(given)
             return dry_run(graph, given)
 
-        compiled = compile_function(name, module, note, phase=phase)
+        compiled = self.captured[name] = compile_function(name, module, note, phase=phase)
         try:
-            compiled(*inputs)
+            compiled(*fixed(inputs))
         except Exception as error:
             self._refuse(name, compiled.findings, error)
         graph = compiled.graphs[0].graph
         assert graph is not None
-        self.captured[name] = compiled
+        weights = {parameter.data_ptr() for parameter in module.parameters()}
+        graph = compiled.graphs[0].graph = _bound_kinds(graph, seen[0], weights)
+        compiled.labels = _labels(graph, seen[0], module, inputs)
         found = self.findings[name] = [*_allowed(compiled.findings, module), *check(graph)]
         self._refuse(name, found, None)
-        run = _bound(name, Interpreter(graph), seen[0], module, flat)
-        return StaticGraph(name, run, flat, time.perf_counter() - start, False)
+        seconds = time.perf_counter() - start
+        if not self.refuse:
+            return StaticGraph(name, _not_run, flat, seconds, False)
+        return StaticGraph(name, _bound(name, Interpreter(graph), seen[0], module, flat), flat, seconds, False)
 
     def _refuse(self, name: str, findings: Sequence[Finding], cause: Exception | None) -> None:
-        errors = [one for one in findings if one.level == "error"]
+        errors = [one for one in findings if one.level == "error" and self.refuse]
         if errors or cause is not None:
             raise CaptureError(f"{name}: " + "\n".join(map(str, errors) if errors else [str(cause)])) from cause
+
+
+def _bound_kinds(graph: Graph, given: Sequence[Tensor], weights: set[int]) -> Graph:
+    """The graph with what is bound told from weights: both have one address for life."""
+    pairs = zip(graph.inputs, given, strict=True)
+    kinds = [
+        replace(one, kind="static") if one.kind == "parameter" and tensor.data_ptr() not in weights else one
+        for one, tensor in pairs
+    ]
+    return replace(graph, inputs=tuple(kinds))
+
+
+def _labels(graph: Graph, given: Sequence[Tensor], module: nn.Module, inputs: Inputs) -> dict[str, str]:
+    """What each input of the graph is to the engine, by its name in the graph."""
+    known = {tensor.data_ptr(): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    fields, caches = inputs[0], inputs[1]
+    assert isinstance(fields, list) and isinstance(caches, list)
+    known |= {field.data_ptr(): name for name, field in zip(module.names, fields, strict=True)}  # type: ignore[arg-type]
+    known |= {part.data_ptr(): f"cache {n} part {i}" for n, parts in enumerate(caches) for i, part in enumerate(parts)}
+    for name, tensor in zip(("seat_tokens", "logits", "scores"), inputs[2:], strict=False):
+        assert isinstance(tensor, Tensor)
+        known[tensor.data_ptr()] = name
+    return {one.name: known.get(tensor.data_ptr(), "mask") for one, tensor in zip(graph.inputs, given, strict=True)}
+
+
+def _not_run() -> None:
+    raise RuntimeError("this graph was made to be looked at, not to run")
 
 
 def _allowed(findings: Sequence[Finding], module: nn.Module) -> list[Finding]:
