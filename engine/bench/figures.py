@@ -13,19 +13,15 @@ from itertools import pairwise
 
 from .contender import Run
 
-DISTURBED = 0.3  # cores used by other processes during a turn; from here on the turn does not count as quiet
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One contender's run in one round, and what else the machine did meanwhile."""
 
+    number: int  # of the round
     run: Run
     foreign_cores: float  # CPU time of all other processes (steal included) over the turn's time
-
-    @property
-    def quiet(self) -> bool:
-        return self.foreign_cores < DISTURBED
+    quiet: bool  # the others left it the cores that it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,8 @@ class Row:
     start_s: float  # process start to ready: import, load, compile, warm up
     peak_mb: float  # the process's highest resident memory (VmHWM), mapped files included
     idle_cores: float  # CPU time used while others had their turn, over that time
-    counted: int  # rounds behind the figures
+    counted: int  # rounds behind the figures: the quiet ones; all where none was
+    quiet: int
     turns: int  # rounds run
     same_tokens: float | None  # leading tokens equal to the first contender's, mean of rows and rounds
     rounds_ms: list[float | None]  # time per output token of every round, disturbed ones too
@@ -110,9 +107,8 @@ class Row:
 
 
 def counted_turns(turns: Sequence[Turn]) -> list[Turn]:
-    """The quiet turns, where they are at least half of all; else all."""
-    quiet = [turn for turn in turns if turn.quiet]
-    return quiet if 2 * len(quiet) >= len(turns) else list(turns)
+    """The quiet turns; all where none was."""
+    return [turn for turn in turns if turn.quiet] or list(turns)
 
 
 def summarise(
@@ -125,10 +121,11 @@ def summarise(
     peak_mb: float,
     idle_cores: float,
 ) -> Row:
-    """A contender's turns as a line; `first` are the turns whose tokens it is compared with, round by round."""
+    """A contender's turns as a line; `first` are the turns whose tokens it is compared with, where both ran a round."""
     counted = counted_turns(turns)
     all_gaps = [gap * 1e3 for turn in counted for gap in gaps(turn.run)]
-    same = [common_prefix(turn.run, other.run) for turn, other in zip(turns, first, strict=False)] if first else []
+    runs_of_first = {turn.number: turn.run for turn in first or ()}
+    same = [common_prefix(turn.run, runs_of_first[turn.number]) for turn in turns if turn.number in runs_of_first]
     return Row(
         name=name,
         runs=runs,
@@ -140,6 +137,7 @@ def summarise(
         peak_mb=peak_mb,
         idle_cores=idle_cores,
         counted=len(counted),
+        quiet=sum(turn.quiet for turn in turns),
         turns=len(turns),
         same_tokens=statistics.fmean(same) if same else None,
         rounds_ms=[_ms(row_time(turn.run)) for turn in turns],

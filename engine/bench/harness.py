@@ -30,6 +30,8 @@ REST_S = 0.1  # between turns: pools that spin for a while after their work fall
 START_LIMIT_S = 1800.0  # a conversion or a compile that takes longer is stopped
 RUN_LIMIT_S = 900.0
 TICKS = os.sysconf("SC_CLK_TCK")
+CPUS = len(os.sched_getaffinity(0))
+DISTURBED = 0.3  # cores of those that a contender needs; if others use more of them its turn is not quiet
 SLACK_S = 2 / TICKS  # the kernel counts CPU time in ticks, ours and the machine's apart
 
 Say = Callable[[str], None]
@@ -131,7 +133,10 @@ def prompts(case: Case, vocab: int, round_number: int) -> list[list[int]]:
 def run_case(
     case: Case, names: Sequence[str], pythons: Mapping[str, str], rounds: int, vocab: int, say: Say
 ) -> tuple[list[Row], dict[str, str]]:
-    """Measure `names` on one case, in turns. Returns their lines, and a reason for each that could not take part."""
+    """Measure `names` on one case, in turns. Returns their lines, and a reason for each that could not take part.
+
+    Everybody runs `rounds` times; whose turns were disturbed runs up to as many times again.
+    """
     out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="airdecode-bench-") as folder:
         party = _Party(case, Path(folder), say)
@@ -142,8 +147,10 @@ def run_case(
                 except UnavailableError as error:
                     out[name] = str(error)
                     say(f"{name}: left out: {error}")
-            for number in range(rounds + 1):  # round 0 is not counted
-                order = list(party.workers)
+            for number in range(
+                2 * rounds + 1
+            ):  # round 0 is not counted; those after `rounds` make up for disturbed ones
+                order = party.still_owed(rounds) if number > rounds else list(party.workers)
                 turn_of = number % max(len(order), 1)
                 for name in order[turn_of:] + order[:turn_of]:
                     try:
@@ -210,12 +217,18 @@ class _Party:
         self.seen[name] = (worker.cpu_seconds(), end)
         if number:
             foreign = _machine_seconds() - machine - (self.seen[name][0] - own) - SLACK_S
-            turn = Turn(run, max(foreign, 0.0) / (end - start))
+            cores = max(foreign, 0.0) / (end - start)
+            turn = Turn(number, run, cores, cores < DISTURBED + max(CPUS - self.case.threads, 0))
             self.turns[name].append(turn)
             self.say(f"round {number}: {name}: {_brief(turn)}")
 
+    def still_owed(self, rounds: int) -> list[str]:
+        """Those with fewer quiet turns than `rounds`."""
+        return [name for name, turns in self.turns.items() if sum(turn.quiet for turn in turns) < rounds]
+
     def dismiss(self, name: str) -> None:
         self.workers.pop(name).close()
+        self.turns.pop(name)
 
     def rows(self) -> list[Row]:
         """The lines of those that are still in, in the order of admission."""

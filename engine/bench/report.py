@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .contender import Case
-from .figures import DISTURBED, Row, Spread
+from .figures import Row, Spread
 from .harness import FLOOR
 
 HEAD = ("contender", "runs", "ms/token (range)", "p99", "tok/s", "first ms", "start s", "peak MB", "x floor", "same")
@@ -102,11 +102,11 @@ def _notes(outcome: Outcome) -> list[str]:
     notes = [f"left out: {name}: {why}" for name, why in outcome.left_out.items()]
     for row in outcome.rows:
         if row.counted < row.turns:
-            lost = row.turns - row.counted
-            notes.append(f"* {row.name}: {lost} of {row.turns} rounds not counted: other processes used the machine")
-        elif any(cores >= DISTURBED for cores in row.foreign_cores):
-            busy = sum(cores >= DISTURBED for cores in row.foreign_cores)
-            notes.append(f"{row.name}: {busy} of {row.turns} rounds disturbed by other processes, and counted")
+            notes.append(
+                f"* {row.name}: the {row.quiet} quiet of {row.turns} rounds; other processes disturbed the rest"
+            )
+        elif row.quiet == 0:
+            notes.append(f"{row.name}: other processes disturbed all {row.turns} rounds")
         if row.idle_cores > IDLE_LIMIT:
             notes.append(f"{row.name}: used {row.idle_cores:.2f} cores while others had their turn")
     return notes

@@ -64,15 +64,15 @@ def test_common_prefix_is_the_mean_over_rows() -> None:
     assert common_prefix(one, Run([[1, 2, 3], [4, 9, 6]], [])) == pytest.approx((3 + 1) / 2)
 
 
-def test_disturbed_turns_do_not_count_unless_most_are() -> None:
-    quiet, loud = Turn(run([0.0, 0.01]), 0.05), Turn(run([0.0, 0.09]), 0.8)
+def test_disturbed_turns_do_not_count_unless_all_are() -> None:
+    quiet, loud = Turn(1, run([0.0, 0.01]), 0.05, True), Turn(2, run([0.0, 0.09]), 0.8, False)
     assert counted_turns([quiet, loud, quiet]) == [quiet, quiet]
-    assert counted_turns([quiet, loud]) == [quiet]
-    assert counted_turns([loud, quiet, loud]) == [loud, quiet, loud]
+    assert counted_turns([loud, quiet, loud]) == [quiet]
+    assert counted_turns([loud, loud]) == [loud, loud]
 
 
 def test_summarise_gives_medians_and_extremes_over_counted_rounds() -> None:
-    turns = [Turn(run([0.1, 0.1 + step, 0.1 + 2 * step]), 0.0) for step in (0.010, 0.030, 0.020)]
+    turns = [Turn(0, run([0.1, 0.1 + step, 0.1 + 2 * step]), 0.0, True) for step in (0.010, 0.030, 0.020)]
     row = summarise("x", "y", turns, None, start_s=1.0, peak_mb=2.0, idle_cores=0.0)
     assert row.tpot_ms is not None and row.ttft_ms is not None and row.tokens_per_s is not None
     assert (row.tpot_ms.median, row.tpot_ms.low, row.tpot_ms.high) == pytest.approx((20.0, 10.0, 30.0))
@@ -83,7 +83,16 @@ def test_summarise_gives_medians_and_extremes_over_counted_rounds() -> None:
     assert row.same_tokens is None
 
 
+def test_tokens_are_compared_in_rounds_that_both_ran() -> None:
+    def turn(number: int, *tokens: int) -> Turn:
+        return Turn(number, Run([list(tokens)], [[0.1] * len(tokens)]), 0.0, True)
+
+    mine, first = [turn(1, 1, 2), turn(4, 5, 6)], [turn(1, 1, 9), turn(2, 5, 6), turn(3, 5, 6)]
+    row = summarise("x", "y", mine, first, start_s=1.0, peak_mb=2.0, idle_cores=0.0)
+    assert row.same_tokens == 1.0
+
+
 def test_one_token_has_a_first_token_time_and_nothing_else() -> None:
-    row = summarise("x", "y", [Turn(run([0.1]), 0.0)], None, start_s=1.0, peak_mb=2.0, idle_cores=0.0)
+    row = summarise("x", "y", [Turn(1, run([0.1]), 0.0, True)], None, start_s=1.0, peak_mb=2.0, idle_cores=0.0)
     assert (row.tpot_ms, row.p99_ms, row.tokens_per_s) == (None, None, None)
     assert row.ttft_ms is not None and row.ttft_ms.median == pytest.approx(100.0)

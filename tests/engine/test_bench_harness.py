@@ -20,6 +20,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Workers find the fakes, and write what they did to a log."""
     monkeypatch.setenv("PYTHONPATH", str(Path(bench_fakes.__file__).parent))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setattr(harness, "DISTURBED", 100.0)  # other tests may run beside
     return tmp_path / "log"
 
 
@@ -48,6 +49,13 @@ def test_figures_are_those_of_the_contenders_own_times(tmp_path: Path) -> None:
     assert steady.runs == "nothing"
     assert 0 < steady.start_s < 60 and steady.peak_mb > 1
     assert any(line.startswith("round 3: bench_fakes:Other: 10.00 ms") for line in said)
+
+
+def test_disturbed_turns_are_made_up_for_as_many_times_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "DISTURBED", -1.0 - harness.CPUS)  # nothing is quiet enough
+    rows, _, said = measure(case(tmp_path), "Steady", rounds=2)
+    assert (rows["Steady"].turns, rows["Steady"].quiet, rows["Steady"].counted) == (4, 0, 4)
+    assert sum("disturbed" in line for line in said) == 4
 
 
 def test_contenders_live_in_their_own_processes_and_take_turns(tmp_path: Path, fakes: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import bench_fakes
 import pytest
 
-from airdecode.engine.bench import command
+from airdecode.engine.bench import command, harness
 from airdecode.engine.bench.contender import Case
 from airdecode.engine.bench.figures import Turn, summarise
 from airdecode.engine.bench.harness import FLOOR, Run
@@ -23,7 +23,7 @@ CASE = Case(
 
 
 def turn(step_s: float, foreign: float = 0.0) -> Turn:
-    return Turn(Run([[1, 2, 3]], [[0.2, 0.2 + step_s, 0.2 + 2 * step_s]]), foreign)
+    return Turn(1, Run([[1, 2, 3]], [[0.2, 0.2 + step_s, 0.2 + 2 * step_s]]), foreign, foreign < 0.3)
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def test_table_shows_medians_against_the_floor_which_comes_last(outcome: Outcome
     assert lines[5:] == [
         "left out: absent: no such library; pip install it",
         "slow: used 0.21 cores while others had their turn",
-        "* fast: 1 of 3 rounds not counted: other processes used the machine",
+        "* fast: the 2 quiet of 3 rounds; other processes disturbed the rest",
     ]
 
 
 def test_table_without_a_floor_or_with_a_single_token(outcome: Outcome) -> None:
-    one = Turn(Run([[1]], [[0.2]]), 0.0)
+    one = Turn(1, Run([[1]], [[0.2]]), 0.0, True)
     row = summarise("one", "bf16", [one], None, start_s=1.0, peak_mb=1.0, idle_cores=0.0)
     assert " ".join(table(Outcome(CASE, [row], {})).splitlines()[2].split()) == "one bf16 - - - 200.0 1.0 1"
 
@@ -109,6 +109,7 @@ def test_bench_measures_every_case_and_writes_the_files(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(bench_fakes.__file__).parent))
+    monkeypatch.setattr(harness, "DISTURBED", 100.0)  # other tests may run beside
     args = arguments("--model", str(model), "--batch", "1,2", "--prompt-len", "4", "--new-tokens", "3")
     args.own, args.rounds = ("bench_fakes:Steady", "bench_fakes:Other"), 1
     args.json, args.plot = tmp_path / "out.json", tmp_path / "out.png"
