@@ -5,7 +5,9 @@ One engine serves the whole file: compiling its graphs is what takes the time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tiny
@@ -87,6 +89,25 @@ def test_a_second_start_compiles_nothing() -> None:
         graphs = again.stats()["graphs"]
     assert (graphs["compiled"], graphs["cache_hits"]) == (0, 4)
     assert compiler_runs() == before
+
+
+def test_c115_a_closed_engine_gives_its_memory_back(engine: Engine) -> None:
+    """Five engines, one after the other, each with 100 MB of cache that is really written."""
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    sizes = []
+    for _ in range(5):
+        with Engine.load(tiny.folder("llama-gqa"), "tiny", **CONFIG, num_blocks=100_000) as made:
+            made.generate(prompts([5]), LONG)
+            for layer in made._runner.caches:
+                for part in layer:
+                    part.fill_(1)
+        del made, layer, part
+        sizes.append(resident())
+    assert sizes[-1] < 1.05 * sizes[1], sizes
 
 
 @pytest.mark.slow
