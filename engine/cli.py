@@ -79,6 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(trace)
     trace.add_argument("--out", required=True, metavar="FILE.json", help="open it in ui.perfetto.dev")
     trace.set_defaults(run=_trace)
+    inspect = commands.add_parser(
+        "inspect",
+        help="judge, count and draw the graph of one step, or of your own function",
+        epilog="examples:\n"
+        "  airdecode inspect --model smollm2-135m --graph decode --bucket 8 --out report\n"
+        "  airdecode inspect my_script.py:function   (example_inputs beside it)\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    inspect.add_argument("function", nargs="?", metavar="FILE.py:FUNCTION", help="a function of your own")
+    _add_engine(inspect)
+    inspect.add_argument("--graph", choices=["decode", "prefill"], default="decode", help="(default: %(default)s)")
+    inspect.add_argument("--bucket", type=int, default=1, help="rows, or packed tokens (default: %(default)s)")
+    inspect.add_argument("--out", metavar="DIR", help="also write JSON, the GE text, the FX code and a page to look at")
+    inspect.set_defaults(run=_inspect)
     host = commands.add_parser("bench-host", help="measure planning and staging alone, with no device work")
     host.add_argument("--rows", default="1,8,64,256,1024", help="(default: %(default)s)")
     host.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
@@ -223,6 +237,24 @@ def _trace(arguments: argparse.Namespace) -> None:
         steps = len(engine.steps.records)
     print(f"{len(outputs)} requests, {steps} steps: {arguments.out}; open it in ui.perfetto.dev")
     print(f"the fullest step's blocks: airdecode info --blocks {arguments.out}")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    """Exit status 1 where a finding is an error."""
+    from .inspect import inspect_function, inspect_model
+
+    if arguments.target not in (None, "ascend-sim"):
+        raise ValueError(f"--target is {arguments.target}; graphs are inspected on ascend-sim, which runs anywhere")
+    if arguments.function:
+        report = inspect_function(arguments.function)
+    else:
+        model, config = engine_options(arguments)
+        report = inspect_model(model, graph=arguments.graph, bucket=arguments.bucket, config=config, say=say)
+    print(report.as_text())
+    if arguments.out:
+        for file in report.write(Path(arguments.out)):
+            print(f"written: {file}")
+    return 0 if report.ok else 1
 
 
 def _bench_host(arguments: argparse.Namespace) -> None:
