@@ -22,7 +22,7 @@ from ..configs.sampling import MAX_LOGPROBS, SamplingParams
 from ..graph.ops.protocol import Ops
 from ..graph.targets import Target, make_target
 from ..host.scheduler import Scheduler
-from ..models.checkpoint import Checkpoint, torch_dtype
+from ..models.checkpoint import Checkpoint
 from ..models.loader import LoadReport, load_model
 from . import hub
 from .beam import BeamRequest, BeamSearch
@@ -200,8 +200,7 @@ def max_len_of(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 def make_ops(config: EngineConfig, target: Target, checkpoint: Checkpoint) -> Ops:
     """The operators that a configuration asks for, in its dtype or else the checkpoint's."""
-    stored = torch_dtype(checkpoint.config) or torch.float32
-    dtype = stored if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.operators == "reference":
         from ..graph.ops.reference import ReferenceOps
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,17 @@ from torch import Tensor
 
 from .quantized import MXFP4_BLOCK, decode_fp8, decode_mxfp4, fp8_scale_shape, read_quantization
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 _FUSED_IN = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+class Stored(NamedTuple):
+    """What the files hold in one type."""
+
+    tensors: int
+    nbytes: int
 
 
 class _Stored(NamedTuple):
@@ -34,6 +40,12 @@ class _Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """By the bits that the type's name gives."""
+        bits = re.search(r"\d+", self.dtype)
+        return prod(self.shape) * (int(bits[0]) if bits else 8) // 8
 
 
 class _Recipe(NamedTuple):
@@ -82,9 +94,19 @@ class Checkpoint:
         return tuple(name for name in self._stored if name not in self.used)
 
     @property
-    def stored_dtypes(self) -> dict[str, int]:
-        """How many tensors are stored in each type, by the file format's names."""
-        return dict(sorted(Counter(stored.dtype for stored in self._stored.values()).items()))
+    def dtype(self) -> torch.dtype:
+        """The type that config.json names; where it names none, that of most of what is stored as floats."""
+        plain = {name: stored.nbytes for name, stored in self.stored.items() if name in _FLOATS}
+        return torch_dtype(self.config) or _FLOATS[max(plain, key=plain.__getitem__, default="F32")]
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """What is stored in each type, by the file format's names."""
+        found: dict[str, Stored] = {}
+        for tensor in sorted(self._stored.values(), key=lambda tensor: tensor.dtype):
+            before = found.get(tensor.dtype, Stored(0, 0))
+            found[tensor.dtype] = Stored(before.tensors + 1, before.nbytes + tensor.nbytes)
+        return found
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError unless the tensor `name` can be had in this shape; count what it is made of as used."""
@@ -92,7 +114,7 @@ class Checkpoint:
         if recipe.shape != tuple(shape):
             raise ValueError(
                 f"{self._stored[recipe.sources[0]].file}: tensor {name} has shape {list(recipe.shape)}, config.json "
-                f"asks for {list(shape)}; the files do not belong together"
+                f"asks for {list(shape)}; the files do not belong together: take both from one model"
             )
         self.used.update(recipe.sources)
 
@@ -114,7 +136,7 @@ class Checkpoint:
         fused = _FUSED.fullmatch(name)
         if fused is not None and f"{fused['experts']}.{_FUSED_IN[fused['part']]}" in self._stored:
             return self._cut(fused["experts"], int(fused["number"]), fused["part"])
-        raise ValueError(f"{self.folder}: tensor {name} is missing from the weights; {_AGAIN}")
+        raise ValueError(f"{self.folder}: tensor {name} is missing from the weights; {_AGAIN}, config.json included")
 
     def _fp8(self, name: str, stored: _Stored) -> _Recipe:
         scale, block = f"{name}_scale_inv", self.quantization.block
@@ -126,7 +148,7 @@ class Checkpoint:
         stored = self._expect(blocks, None, {"U8"})
         if len(stored.shape) != 4 or stored.shape[3] * 2 != MXFP4_BLOCK:
             raise ValueError(
-                f"{stored.file}: tensor {blocks} has shape {list(stored.shape)}, not [E, out, in / 32, 16]"
+                f"{stored.file}: tensor {blocks} has shape {list(stored.shape)}, not [E, out, in / 32, 16]; {_AGAIN}"
             )
         num_experts, out_features, num_blocks, _ = stored.shape
         self._expect(scales, (num_experts, out_features, num_blocks), {"U8"})
@@ -138,7 +160,8 @@ class Checkpoint:
         num_experts, rows, columns = self._stored[source].shape
         if number >= num_experts:
             raise ValueError(
-                f"{self._stored[source].file}: tensor {source} holds {num_experts} experts, not {number + 1}"
+                f"{self._stored[source].file}: tensor {source} holds {num_experts} experts, not {number + 1}; the files "
+                "do not belong together: take both from one model"
             )
         first, last = {"gate": (0, rows // 2), "up": (rows // 2, rows), "down": (0, rows)}[part]
         return _Recipe((source,), (last - first, columns), lambda tensor: tensor[number, first:last])

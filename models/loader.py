@@ -16,10 +16,13 @@ import torch
 from torch import nn
 
 from ..configs.cache import CacheGroup
-from ..graph.ops.protocol import Ops
-from .checkpoint import Checkpoint
+from ..graph.ops.protocol import Heads, Ops
+from ..graph.ops.protocol_latent import LatentHeads
+from .checkpoint import Checkpoint, Stored
 from .model import Load, Model
 from .registry import model_class
+
+HEADS = (Heads, LatentHeads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +31,10 @@ class LoadReport:
 
     architecture: str
     numbers_by_part: dict[str, int]  # parameters of each part: embedding, attention, ...
-    stored_dtypes: dict[str, int]  # tensors stored in each type
+    bytes_by_part: dict[str, int]  # of memory, once loaded: as the operators pack them
+    stored: dict[str, Stored]  # by type
     dtype: str  # of activations and caches
+    heads: str  # of the attention layers, as in effect
     groups: tuple[CacheGroup, ...]
     rotary: str
     max_position: int
@@ -78,11 +83,14 @@ def _prepare(checkpoint: Checkpoint, ops: Ops, max_model_len: int) -> tuple[Mode
     numbers: Counter[str] = Counter()
     for load in loads:
         numbers[load.part] += _numbers(load)
+    heads = {str(module.heads): None for module in model.modules() if isinstance(getattr(module, "heads", None), HEADS)}
     report = LoadReport(
         architecture=checkpoint.architecture,
         numbers_by_part=dict(numbers),
-        stored_dtypes=checkpoint.stored_dtypes,
+        bytes_by_part=_bytes_by_part(loads),
+        stored=checkpoint.stored,
         dtype=str(ops.dtype).removeprefix("torch."),
+        heads="; ".join(heads),
         groups=model.groups,
         rotary=str(model.rotary),
         max_position=model.max_position,
@@ -95,6 +103,19 @@ def _prepare(checkpoint: Checkpoint, ops: Ops, max_model_len: int) -> tuple[Mode
 
 def _numbers(load: Load) -> int:
     return sum(prod(shape) for _, shape in load.tensors)
+
+
+def _bytes_by_part(loads: list[Load]) -> dict[str, int]:
+    """Memory of what each part's instructions fill; what several of them fill counts once."""
+    counted: set[int] = set()
+    sizes: Counter[str] = Counter()
+    for load in loads:
+        for target in load.fills:
+            for parameter in target.parameters() if isinstance(target, nn.Module) else [target]:
+                if id(parameter) not in counted:
+                    counted.add(id(parameter))
+                    sizes[load.part] += parameter.nbytes
+    return dict(sizes)
 
 
 def _check_filled(model: Model, loads: list[Load]) -> None:

@@ -43,6 +43,9 @@ class Heads:
     kv: int  # G
     dim: int  # D
 
+    def __str__(self) -> str:
+        return f"{self.query} query and {self.kv} key/value heads of {self.dim}"
+
 
 class Linear(Protocol):
     """y = x @ W.T + b for one or several stacked output parts, packed the implementation's way."""

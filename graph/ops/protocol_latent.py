@@ -28,6 +28,10 @@ class LatentHeads:
     value: int
     rank: int  # R
 
+    def __str__(self) -> str:
+        sizes = f"{self.nope} + {self.rope} (turned), values of {self.value}"
+        return f"{self.query} heads of {sizes}, from a latent of {self.rank}"
+
 
 @dataclass(frozen=True)
 class LatentWeights:

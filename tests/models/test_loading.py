@@ -256,7 +256,34 @@ def test_report_names_what_is_there(copy: Callable[..., Path]) -> None:
     assert report.rotary.startswith("llama3, theta 10000, 8 dims, factor 8 from 32 positions")
     assert report.parameters == sum(parameter.numel() for parameter in model.parameters()) == seen[-1][0]
     assert set(report.numbers_by_part) == {"embedding", "attention", "feed-forward", "norms", "head"}
+    assert report.bytes_by_part == {part: 4 * count for part, count in report.numbers_by_part.items()}
+    assert report.stored == {"F32": (23, 4 * (report.parameters + 3))}
+    assert report.heads == "4 query and 1 key/value heads of 8"
     assert report == inspect_model(folder, OPS, 32)
+
+
+def test_bytes_are_those_that_the_loaded_model_takes() -> None:
+    """In bfloat16, where routers stay in float32."""
+    ops = ReferenceOps(torch.bfloat16)
+    model, report = load_model(tiny.folder("qwen3-moe"), ops, 32)
+    assert sum(report.bytes_by_part.values()) == sum(parameter.nbytes for parameter in model.parameters())
+    wide = 2 * 6 * 32  # two layers' routers
+    assert report.bytes_by_part["experts"] == 2 * (report.numbers_by_part["experts"] + wide)
+
+
+def test_dtype_is_that_of_the_tensors_where_config_json_names_none(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    edit(folder / "config.json", dtype="REMOVE", torch_dtype="REMOVE")
+    assert Checkpoint(folder).dtype == torch.float32
+    edit_tensors(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.bfloat16() for name, tensor in tensors.items() if tensor.ndim == 2}
+        ),
+    )
+    assert Checkpoint(folder).dtype == torch.bfloat16
+    edit(folder / "config.json", torch_dtype="float32")
+    assert Checkpoint(folder).dtype == torch.float32
 
 
 def test_no_family_configuration_has_unknown_keys() -> None:
