@@ -63,11 +63,13 @@ class Attention(nn.Module):
         norm_eps: float | None = None,
         window: int | None = None,
         sinks: bool = False,
+        scale: float | None = None,
     ) -> None:
-        """`norm_eps`: query and key heads are normed where it is given."""
+        """`norm_eps`: query and key heads are normed where it is given. `scale`: of scores, None: by the head size."""
         super().__init__()
         self.ops, self.heads, self.place, self.window = ops, heads, place, window
         self.qkv_bias, self.out_bias, self.norm_eps = qkv_bias, out_bias, norm_eps
+        self.scale = heads.dim**-0.5 if scale is None else scale
         sizes = [count * heads.dim for count in (heads.query, heads.kv, heads.kv)]
         self.qkv = ops.linear(hidden_size, sizes, bias=qkv_bias)
         self.out = ops.linear(sizes[0], [hidden_size], bias=out_bias)
@@ -94,7 +96,7 @@ class Attention(nn.Module):
             step,
             group,
             heads=self.heads,
-            scale=self.heads.dim**-0.5,
+            scale=self.scale,
             window=self.window,
             sinks=self.sinks,
         )

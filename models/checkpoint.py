@@ -160,8 +160,8 @@ class Checkpoint:
         num_experts, rows, columns = self._stored[source].shape
         if number >= num_experts:
             raise ValueError(
-                f"{self._stored[source].file}: tensor {source} holds {num_experts} experts, not {number + 1}; the files "
-                "do not belong together: take both from one model"
+                f"{self._stored[source].file}: tensor {source} holds {num_experts} experts, not {number + 1}; the "
+                "files do not belong together: take both from one model"
             )
         first, last = {"gate": (0, rows // 2), "up": (rows // 2, rows), "down": (0, rows)}[part]
         return _Recipe((source,), (last - first, columns), lambda tensor: tensor[number, first:last])

@@ -19,6 +19,7 @@ MODELS: dict[str, Spec] = {
     "DeepseekV3ForCausalLM": Spec("deepseek", "Deepseek"),
     "DeepseekV32ForCausalLM": Spec("deepseek_v32", "DeepseekV32"),
     "GptOssForCausalLM": Spec("gpt_oss", "GptOss"),
+    "GraniteForCausalLM": Spec("granite", "Granite"),
     "LLaMAForCausalLM": Spec("llama", "Llama"),  # as the first conversions spelled it
     "LlamaForCausalLM": Spec("llama", "Llama"),
     "LongcatFlashForCausalLM": Spec("longcat", "LongcatFlash"),

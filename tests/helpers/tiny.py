@@ -96,6 +96,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_key_value_heads=3,
     ),
 }
+CONFIGS["granite"] = _config(
+    "GraniteConfig",
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.3,
+    logits_scaling=2.0,
+    tie_word_embeddings=True,
+)
 _GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.8}
 CONFIGS |= {
     "gpt-oss": _config("GptOssConfig", **_GPT_OSS, sliding_window=3, rope_parameters=YARN_ROPE),
