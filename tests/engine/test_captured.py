@@ -6,8 +6,10 @@ One engine serves the whole file: compiling its graphs is what takes the time.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -89,6 +91,71 @@ def test_a_second_start_compiles_nothing() -> None:
         graphs = again.stats()["graphs"]
     assert (graphs["compiled"], graphs["cache_hits"]) == (0, 4)
     assert compiler_runs() == before
+
+
+def test_c029_graphs_with_chunked_prefill_agree_with_eager(engine: Engine) -> None:
+    """Prompts longer than every bucket go in chunks; logits and tokens are those of the golden operators, unchunked."""
+    for prompt in prompts([70, 100]):
+        torch.testing.assert_close(engine.score(prompt), tiny.logits("llama-gqa", prompt), atol=1e-4, rtol=0)
+        output = engine.generate([prompt], LONG)[0].outputs[0]
+        assert list(output.token_ids) == tiny.greedy("llama-gqa", prompt, 16)
+
+
+def test_c038_each_slot_is_written_once_and_in_order(engine: Engine) -> None:
+    """Ten captured steps write ten new slots, one each: no position is frozen into a graph."""
+    cache = engine._runner.caches[0][0]
+    written: list[set[int]] = []
+    before = cache.clone()
+    launch = engine._runner.launch
+
+    def watch(*given: Any, **named: Any) -> Any:
+        nonlocal before
+        ticket = launch(*given, **named)
+        engine._runner.device.compute.record().synchronize()
+        changed = (cache != before).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
+        space = engine._loop.scheduler.spaces[0]
+        written.append({slot for slot in changed if slot >= space.first * 4})
+        before = cache.clone()
+        return ticket
+
+    engine._runner.launch = watch  # type: ignore[method-assign]
+    try:
+        engine.generate(prompts([6], seed=9), SamplingParams(max_tokens=11, ignore_eos=True))
+    finally:
+        del engine._runner.launch
+    prefill, *decodes = [slots for slots in written if slots]
+    assert len(prefill) == 6
+    assert [len(slots) for slots in decodes] == [1] * 10
+    assert len(set.union(prefill, *decodes)) == 16
+
+
+def test_c042_a_run_does_next_to_nothing_in_python(engine: Engine) -> None:
+    """No guards, no serialisation: one call into C for a step, whatever the graph holds."""
+    graph = engine._runner._graphs["decode", engine._loop.scheduler._decode_buckets[0]]
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def run() -> None:
+        sys.setprofile(count)
+        graph.run()
+        sys.setprofile(None)
+
+    engine._loop.call(run)
+    assert calls <= 4
+
+
+def test_c045_every_step_runs_a_captured_graph(engine: Engine) -> None:
+    """Whatever the batch, it is padded to a bucket that was captured; nothing falls back to eager."""
+    known = set(engine.stats()["graphs"]["names"])
+    engine.steps.records.clear()
+    for batch in (1, 2, 3, 4, 9):
+        engine.generate(prompts([5] * batch), SamplingParams(max_tokens=4, ignore_eos=True))
+    ran = {record.graph.replace("[", "-").rstrip("]") for record in engine.steps.records}
+    assert ran and ran <= known
+    assert set(engine.stats()["graphs"]["names"]) == known
 
 
 def test_c115_a_closed_engine_gives_its_memory_back(engine: Engine) -> None:

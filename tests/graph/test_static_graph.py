@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from airdecode.graph.static_graph import CaptureError, GraphBook, compiler_runs, expect, flat_tensors
-from airdecode.graph.targets.cpu import CpuTarget
+from airdecode.graph.targets.cpu import CpuTarget, usable_cpus
 
 
 class Step(nn.Module):
@@ -110,3 +111,13 @@ def test_a_foreign_shape_is_named() -> None:
     expect("kv_len", torch.zeros(3, dtype=torch.int32), (3,), torch.int32)
     with pytest.raises(CaptureError, match=r"'kv_len' is \(4,\) torch.int32.*captured with \(3,\)"):
         expect("kv_len", torch.zeros(4, dtype=torch.int32), (3,), torch.int32)
+
+
+def test_c118_threads_are_the_cpus_that_may_be_used() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert usable_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert 1 <= usable_cpus() <= len(allowed)
