@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..configs.engine import EngineConfig
-from .engine import Engine
+
+if TYPE_CHECKING:  # torch comes with it, and the command line should start without
+    from torch import Tensor
 
 # Of the standard library, with long docstrings in plain English.
 MODULES = (
@@ -90,7 +91,7 @@ def scores(pieces: Sequence[Sequence[int]], score: Callable[[list[int]], Tensor]
     losses, bests = [], []
     for piece in pieces:
         logits_TV = score(list(piece))[:-1]
-        following = torch.tensor(piece[1:])
+        following = logits_TV.argmax(-1).new_tensor(piece[1:])
         chosen = logits_TV.gather(1, following[:, None])[:, 0]
         losses.append((logits_TV.logsumexp(-1) - chosen).double().numpy())
         bests.append(logits_TV.argmax(-1).numpy())
@@ -101,6 +102,8 @@ def evaluate(
     model: str, modes: Sequence[str], config: EngineConfig, *, tokens: int, window: int, say: Callable[[str], None]
 ) -> list[Quality]:
     """Measure the unquantised weights ("auto"), then each of `modes`. ValueError as from Engine.load."""
+    from .engine import Engine
+
     text = python_text()
     base: Scores | None = None
     found = []

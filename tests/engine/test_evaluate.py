@@ -88,7 +88,7 @@ class FakeEngine:
 def test_eval_compares_each_mode_with_the_unquantised_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "Engine", FakeEngine)
+    monkeypatch.setattr("airdecode.engine.engine.Engine", FakeEngine)
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
     given = ["--model", "m", "--weights", "int8,int4", "--tokens", "20", "--window", "10"]
