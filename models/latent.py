@@ -40,9 +40,8 @@ class LatentAttention(nn.Module):
         self.bias, self.q_gain, self.kv_gain = bias, q_gain, kv_gain
         q_size = heads.query * (heads.nope + heads.rope)
         self.down_sizes = (q_rank or q_size, heads.rank + heads.rope)
-        self.down = ops.linear(hidden_size, self.down_sizes, bias=bias)
+        self.down, self.q_up = ops.latent_linears(hidden_size, q_rank, heads, bias=bias)
         self.q_norm = None if q_rank is None else vector(ops, q_rank)
-        self.q_up = None if q_rank is None else ops.linear(q_rank, [q_size])
         self.kv_norm = vector(ops, heads.rank)
         self.key_up = ops.head_linear(heads.query, heads.nope, heads.rank)
         self.value_up = ops.head_linear(heads.query, heads.rank, heads.value)

@@ -35,7 +35,10 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """What takes hidden states to latent queries and cache entries. The modules are made by `Ops`."""
+    """What takes hidden states to latent queries and cache entries. The modules are made by `Ops`.
+
+    The Linears come from `latent_linears`, and only `latent_query` uses them.
+    """
 
     down: Any  # Linear of parts (Q, R + rope); without a query rank of parts (H * (nope + rope), R + rope)
     q_norm: nn.Parameter | None  # [Q]; None: no query rank
@@ -70,6 +73,12 @@ class LatentOps(Protocol):
 
     def head_linear(self, num_heads: int, in_features: int, out_features: int) -> Any:
         """Make an empty HeadLinear (an nn.Module)."""
+        ...
+
+    def latent_linears(
+        self, hidden_size: int, q_rank: int | None, heads: LatentHeads, *, bias: bool = False
+    ) -> tuple[Any, Any | None]:
+        """Make the empty Linears `down` (with a bias, if asked) and `q_up` of LatentWeights."""
         ...
 
     def latent_query(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,14 @@ class ReferenceLatentOps:
 
     def head_linear(self, num_heads: int, in_features: int, out_features: int) -> ReferenceHeadLinear:
         return ReferenceHeadLinear(num_heads, in_features, out_features, self.dtype)
+
+    def latent_linears(
+        self, hidden_size: int, q_rank: int | None, heads: LatentHeads, *, bias: bool = False
+    ) -> tuple[Any, Any | None]:
+        make: Any = self.linear  # type: ignore[attr-defined]  # the class that this one is part of has it
+        q_size = heads.query * (heads.nope + heads.rope)
+        down = make(hidden_size, [q_rank or q_size, heads.rank + heads.rope], bias=bias)
+        return down, None if q_rank is None else make(q_rank, [q_size])
 
     def latent_query(
         self,
