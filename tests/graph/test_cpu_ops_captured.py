@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from airdecode.configs.engine import Weights
 from airdecode.graph.inputs import GroupInputs, StepInputs
 from airdecode.graph.ops.cpu import library
 from airdecode.graph.ops.cpu.ops import CpuOps
@@ -22,9 +23,9 @@ ROWS, DEPTH, WIDTH = 3, 64, 96
 class Layer(nn.Module):
     """One decoder layer and a head, with every operator that a decode step calls; results go into `out` and `token`."""
 
-    def __init__(self, dtype: torch.dtype, contiguous: bool) -> None:
+    def __init__(self, dtype: torch.dtype, weights: Weights, contiguous: bool) -> None:
         super().__init__()
-        self.ops, self.contiguous = CpuOps(dtype), contiguous
+        self.ops, self.contiguous = CpuOps(dtype, weights), contiguous
         self.qkv = self.ops.linear(DEPTH, [128, 64, 64], bias=True)
         self.out = self.ops.linear(128, [DEPTH])
         self.gate_up = self.ops.linear(DEPTH, [WIDTH, WIDTH])
@@ -68,16 +69,19 @@ def inputs() -> Iterator[tuple[list[Tensor], list[Tensor], Tensor, Tensor]]:
     yield [*control, angles.cos(), angles.sin()], caches, torch.zeros(ROWS, 70), torch.zeros(ROWS, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(("dtype", "contiguous"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "weights", "contiguous"), [(torch.float32, "auto", True), (torch.bfloat16, "int8", False)]
+)
 def test_a_captured_layer_gives_the_eager_bits(
     dtype: torch.dtype,
+    weights: Weights,
     contiguous: bool,
     inputs: tuple[list[Tensor], list[Tensor], Tensor, Tensor],
     tmp_path: Path,
 ) -> None:
     control, caches, out, token = inputs
     caches = [cache.to(dtype) for cache in caches]
-    layer = Layer(dtype, contiguous)
+    layer = Layer(dtype, weights, contiguous)
     eager = ([cache.clone() for cache in caches], out.clone(), token.clone())
     layer(control, *eager)
     graph = CpuTarget(tmp_path).capture("layer", layer, (control, caches, out, token), "test")

@@ -111,8 +111,8 @@ class Plan {
     for (int64_t i = 0; i < task.chunks(); ++i) {
       int64_t chunk = task.first_chunk() + i;
       ChunkKeys<T> source(op_, task.row, chunk, task.low, task.high);
-      source.pack_keys(head, keys);
-      source.pack_values(head, values);
+      source.pack_keys(head, keys, &source);
+      source.pack_values(head, values, &source);
       block.meet(scope, chunk, op_.kv_len[task.row], source.depth, keys, values);
     }
     for (int64_t row = 0; row < block.rows; ++row) {

@@ -63,7 +63,7 @@ class ChunkKeys {
   ChunkKeys(const Attention<T>& op, int64_t row, int64_t chunk, int64_t low, int64_t high) : op_(op) {
     int64_t begin = chunk * kChunk, last = std::min(high - begin, kChunk);
     depth = ceil_div(last, kColumns) * kColumns;
-    std::fill(at_, at_ + depth, -1);
+    std::fill(at_, at_ + kChunk, -1);
     for (int64_t i = std::max(low - begin, int64_t(0)); i < last;) {
       int64_t logical = (begin + i) / op.block_size, offset = (begin + i) % op.block_size;
       int64_t block =
@@ -76,17 +76,19 @@ class ChunkKeys {
   }
 
   // Columns are keys, the depth is the head's dims. The chunk that will be packed next is fetched meanwhile.
-  void pack_keys(int64_t head, T* groups, const ChunkKeys* next = nullptr) const {
+  void pack_keys(int64_t head, T* groups, const ChunkKeys* next) const {
     constexpr int64_t kWords = 64 / sizeof(T);  // elements of one vector
     int64_t size = group_size(groups, op_.dim);
     for (int64_t key = 0; key < depth; key += 16) {
       T* group = groups + key / kColumns * size;
-      if (next) next->fetch(op_.key, head, key, 16);
-      const T* rows[16];
-      for (int i = 0; i < 16; ++i) rows[i] = row(op_.key, head, key + i);
+      const T *rows[16], *later[16];
+      for (int i = 0; i < 16; ++i) rows[i] = row(op_.key, head, key + i), later[i] = next->row(op_.key, head, key + i);
       for (int64_t dim = 0; dim < op_.dim; dim += kWords) {
         u32x16 words[16];
-        for (int i = 0; i < 16; ++i) words[i] = load_words<u32x16>(rows[i] + dim, (op_.dim - dim) * sizeof(T));
+        for (int i = 0; i < 16; ++i) {
+          words[i] = load_words<u32x16>(rows[i] + dim, (op_.dim - dim) * sizeof(T));
+          __builtin_prefetch(later[i] + dim, 0, 2);
+        }
         transpose16(words);
         if constexpr (sizeof(T) == 2) {
           std::memcpy(group + (dim / 32 * 2 + key / 16 % 2) * 512, words, sizeof(words));
@@ -99,14 +101,15 @@ class ChunkKeys {
   }
 
   // Columns are the head's dims, the depth is keys.
-  void pack_values(int64_t head, T* groups, const ChunkKeys* next = nullptr) const {
+  void pack_values(int64_t head, T* groups, const ChunkKeys* next) const {
     int64_t size = group_size(groups, depth);
     for (int64_t key = 0; key < depth; key += 2) {
-      if (next) next->fetch(op_.value, head, key, 2);
       const T *even = row(op_.value, head, key), *odd = row(op_.value, head, key + 1);
+      const T *even_later = next->row(op_.value, head, key), *odd_later = next->row(op_.value, head, key + 1);
       for (int64_t dim = 0; dim < op_.dim; dim += 16) {
         T* group = groups + dim / kColumns * size;
         int64_t bytes = (op_.dim - dim) * sizeof(T);
+        __builtin_prefetch((dim % 32 ? odd_later : even_later) + dim / 32 * 32, 0, 2);
         if constexpr (sizeof(T) == 2) {
           u32x16 both = __builtin_convertvector(load_words<u16x16>(even + dim, bytes), u32x16) |
                         __builtin_convertvector(load_words<u16x16>(odd + dim, bytes), u32x16) << 16;
@@ -123,11 +126,6 @@ class ChunkKeys {
  private:
   const T* row(const T* cache, int64_t head, int64_t key) const {
     return at_[key] < 0 ? zeros_ : cache + at_[key] + head * op_.dim;
-  }
-
-  void fetch(const T* cache, int64_t head, int64_t first, int64_t count) const {
-    for (int64_t key = first; key < std::min(first + count, depth); ++key)
-      for (int64_t dim = 0; dim < op_.dim; dim += 64 / sizeof(T)) __builtin_prefetch(row(cache, head, key) + dim, 0, 2);
   }
 
   const Attention<T>& op_;
@@ -167,14 +165,21 @@ struct QueryBlock {
     int64_t key_size = group_size(keys, op.dim), value_size = group_size(values, depth);
     for (int64_t key = 0; key < depth; key += kColumns)
       for (int64_t row = 0; row < rows; row += kBlockRows)
-        tile_sums(scope, queries, op.dim, row, int(std::min<int64_t>(kBlockRows, rows - row)),
-                  keys + key / kColumns * key_size, Fetch(), scores + row * kChunk + key, kChunk);
+        tile_sums(scope, Product<T>{.left = queries,
+                                    .depth = op.dim,
+                                    .row = row,
+                                    .rows = int(std::min<int64_t>(kBlockRows, rows - row)),
+                                    .group = keys + key / kColumns * key_size,
+                                    .sums = scores + row * kChunk + key,
+                                    .stride = kChunk});
     for (int64_t row = 0; row < rows; ++row) soften(row, chunk * kChunk, row_len, depth);
     alignas(64) float sums[kBlockRows * kColumns];
     for (int64_t dim = 0; dim < op.dim; dim += kColumns)
       for (int64_t row = 0; row < rows; row += kBlockRows) {
         int block = int(std::min<int64_t>(kBlockRows, rows - row));
-        tile_sums(scope, weights, depth, row, block, values + dim / kColumns * value_size, Fetch(), sums, kColumns);
+        const T* group = values + dim / kColumns * value_size;
+        tile_sums(scope,
+                  Product<T>{.left = weights, .depth = depth, .row = row, .rows = block, .group = group, .sums = sums});
         for (int i = 0; i < block; ++i)
           for (int j = 0; j < kColumns; j += 16) {
             float* to = out + (row + i) * width + dim + j;

@@ -3,6 +3,7 @@
 // behind get plain pointers.
 #include "bind.h"
 
+#include "formats.h"
 #include "kernels.h"
 
 using namespace airdecode;
@@ -14,60 +15,85 @@ const T* vector_or_null(const char* name, const Handle* handle, int64_t size) {
   return handle ? Array(*handle).expect(name, {size}).as<T>(name) : nullptr;
 }
 
-template <class T>
-Packed<T> packed(const char* name, Handle weight, const Handle* bias, int64_t columns, int64_t depth) {
-  Array groups(weight);
-  int64_t count = (columns + 31) / 32;
-  if (sizeof(T) == 2)
-    groups.expect(name, {count, (depth + 31) / 32, 2, 16, 16, 2});
-  else
-    groups.expect(name, {count, depth, 32});
-  return {groups.as<T>(name), vector_or_null<T>("bias", bias, columns), columns, depth};
+// Calls body with the weight in its own format, which its dtype tells: T as it is, int8 or int4 (bytes).
+template <class T, class Body>
+void with_weight(const char* name, Handle handle, const Handle* scales, int64_t columns, int64_t depth, Body&& body) {
+  Array weight(handle);
+  int64_t groups = (columns + 31) / 32, tiles = (depth + 31) / 32;
+  if (weight.type == aoti_torch_dtype_uint8()) {
+    weight.expect(name, {groups, tiles, Int4::kRecord});
+    body(Int4{.groups = static_cast<uint8_t*>(weight.data), .columns = columns, .depth = depth});
+  } else if (weight.type == aoti_torch_dtype_int8()) {
+    weight.expect(name, {groups, tiles, 2, 8, 16, 4});
+    const float* scale = vector_or_null<float>("scales", scales, groups * 32);
+    if (!scale) refuse("an int8 weight needs its scales");
+    body(Int8{.groups = static_cast<int8_t*>(weight.data), .scales = scale, .columns = columns, .depth = depth});
+  } else if constexpr (sizeof(T) == 4) {
+    weight.expect(name, {groups, depth, 32});
+    body(Plain<T>{.groups = weight.as<T>(name), .columns = columns, .depth = depth});
+  } else {
+    weight.expect(name, {groups, tiles, 2, 16, 16, 2});
+    body(Plain<T>{.groups = weight.as<T>(name), .columns = columns, .depth = depth});
+  }
 }
 
 }  // namespace
 
 extern "C" {
 
-AOTITorchError aoti_torch_cpu_air_linear(Handle x, Handle weight, const Handle* bias, int64_t columns, int64_t wide,
-                                         Handle* out) {
+AOTITorchError aoti_torch_cpu_air_linear(Handle x, Handle weight, const Handle* scales, const Handle* bias,
+                                         int64_t columns, int64_t wide, Handle* out) {
   return guarded([&] {
     Array in = Array(x).expect("x", {-1, -1}, true);
+    Array to = make(out, {in.sizes[0], columns}, wide ? aoti_torch_dtype_float32() : in.type);
     typed(in, [&](auto element) {
       using T = decltype(element);
-      Packed<T> matrix = packed<T>("weight", weight, bias, columns, in.sizes[1]);
-      Array to = make(out, {in.sizes[0], columns}, wide ? aoti_torch_dtype_float32() : in.type);
-      if (wide) return linear(in.as<T>("x"), in.sizes[0], in.strides[0], matrix, to.as<float>("out"));
-      linear(in.as<T>("x"), in.sizes[0], in.strides[0], matrix, to.as<T>("out"));
+      const T* added = vector_or_null<T>("bias", bias, columns);
+      with_weight<T>("weight", weight, scales, columns, in.sizes[1], [&](const auto& matrix) {
+        if (wide)
+          linear(in.as<T>("x"), in.sizes[0], in.strides[0], matrix, added, to.as<float>("out"));
+        else
+          linear(in.as<T>("x"), in.sizes[0], in.strides[0], matrix, added, to.as<T>("out"));
+      });
     });
   });
 }
 
-AOTITorchError aoti_torch_cpu_air_gated_mlp(Handle x, Handle gate_up, const Handle* gate_up_bias, Handle down,
+AOTITorchError aoti_torch_cpu_air_gated_mlp(Handle x, Handle gate_up, const Handle* gate_up_scales,
+                                            const Handle* gate_up_bias, Handle down, const Handle* down_scales,
                                             const Handle* down_bias, int64_t width, int64_t columns, int64_t activation,
                                             Handle* out) {
   return guarded([&] {
     Array in = Array(x).expect("x", {-1, -1}, true);
     if (width % 32) refuse("the feed-forward width is no multiple of 32");
+    Array to = make(out, {in.sizes[0], columns}, in.type);
     typed(in, [&](auto element) {
       using T = decltype(element);
-      Packed<T> first = packed<T>("gate_up", gate_up, gate_up_bias, 2 * width, in.sizes[1]);
-      Packed<T> second = packed<T>("down", down, down_bias, columns, width);
-      Array to = make(out, {in.sizes[0], columns}, in.type);
-      gated_mlp(in.as<T>("x"), in.sizes[0], in.strides[0], first, second, Activation(activation), to.as<T>("out"));
+      const T* first_bias = vector_or_null<T>("gate_up_bias", gate_up_bias, 2 * width);
+      const T* second_bias = vector_or_null<T>("down_bias", down_bias, columns);
+      with_weight<T>("gate_up", gate_up, gate_up_scales, 2 * width, in.sizes[1], [&](const auto& first) {
+        with_weight<T>("down", down, down_scales, columns, width, [&](const auto& second) {
+          if constexpr (std::is_same_v<decltype(first), decltype(second)>)
+            gated_mlp(in.as<T>("x"), in.sizes[0], in.strides[0], first, first_bias, second, second_bias,
+                      Activation(activation), to.as<T>("out"));
+          else
+            refuse("gate_up and down are kept in different formats");
+        });
+      });
     });
   });
 }
 
-AOTITorchError aoti_torch_cpu_air_rows(Handle weight, Handle ids, int64_t columns, int64_t depth, Handle* out) {
+AOTITorchError aoti_torch_cpu_air_rows(Handle weight, const Handle* scales, Handle ids, int64_t columns, int64_t depth,
+                                       int64_t wide, Handle* out) {
   return guarded([&] {
     Array chosen = Array(ids).expect("ids", {-1});
-    int32_t type = Array(weight).type;
-    typed(Array(weight), [&](auto element) {
+    Array to = make(out, {chosen.sizes[0], depth}, wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16());
+    typed(to, [&](auto element) {
       using T = decltype(element);
-      Packed<T> matrix = packed<T>("weight", weight, nullptr, columns, depth);
-      Array to = make(out, {chosen.sizes[0], depth}, type);
-      packed_rows(matrix, chosen.as<int32_t>("ids"), chosen.sizes[0], to.as<T>("out"));
+      with_weight<T>("weight", weight, scales, columns, depth, [&](const auto& matrix) {
+        packed_rows(matrix, chosen.as<int32_t>("ids"), chosen.sizes[0], to.as<T>("out"));
+      });
     });
   });
 }
@@ -195,12 +221,12 @@ const char* airdecode_last_error() { return last_error.c_str(); }
 
 }  // extern "C"
 
+// clang-format off
 #define AIRDECODE_OPERATORS(OP)                                                                                     \
-  OP(air_linear, "(Tensor x, Tensor weight, Tensor? bias, int columns, int wide) -> Tensor")                        \
-  OP(air_gated_mlp,                                                                                                 \
-     "(Tensor x, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, int width, int columns, "    \
-     "int activation) -> Tensor")                                                                                   \
-  OP(air_rows, "(Tensor weight, Tensor ids, int columns, int depth) -> Tensor")                                     \
+  OP(air_linear, "(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int columns, int wide) -> Tensor") \
+  OP(air_gated_mlp, "(Tensor x, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, Tensor down, " \
+     "Tensor? down_scales, Tensor? down_bias, int width, int columns, int activation) -> Tensor") \
+  OP(air_rows, "(Tensor weight, Tensor? scales, Tensor ids, int columns, int depth, int wide) -> Tensor") \
   OP(air_rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor")                                                \
   OP(air_add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")                 \
   OP(air_argmax, "(Tensor logits) -> Tensor")                                                                       \
@@ -215,7 +241,5 @@ const char* airdecode_last_error() { return last_error.c_str(); }
 #define DEFINE(name, schema) library.def(#name schema);
 #define IMPLEMENT(name, schema) library.impl(#name, Boxed<&aoti_torch_cpu_##name>::call);
 
-STABLE_TORCH_LIBRARY(airdecode, library){AIRDECODE_OPERATORS(DEFINE)} STABLE_TORCH_LIBRARY_IMPL(airdecode, CPU,
-                                                                                                library) {
-  AIRDECODE_OPERATORS(IMPLEMENT)
-}
+STABLE_TORCH_LIBRARY(airdecode, library) { AIRDECODE_OPERATORS(DEFINE) }
+STABLE_TORCH_LIBRARY_IMPL(airdecode, CPU, library) { AIRDECODE_OPERATORS(IMPLEMENT) }

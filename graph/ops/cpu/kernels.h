@@ -6,28 +6,23 @@
 
 namespace airdecode {
 
-// A packed matrix of `columns` outputs and `depth` inputs: groups of 32 columns in the form that tiles.h names.
-template <class T>
-struct Packed {
-  const T* groups;
-  const T* bias;  // [columns] or null
-  int64_t columns, depth;
-};
-
 enum class Activation : int { kSilu, kGeluTanh };
 
-// out [rows, columns] = x [rows, depth] W' + bias; rows of x lie `stride` apart. Out is T or float.
-template <class T, class Out>
-void linear(const T* x, int64_t rows, int64_t stride, const Packed<T>& weight, Out* out);
+// Weight is one of the formats of formats.h, with `columns` outputs and `depth` inputs. Quantised weights take
+// activations rounded to bfloat16.
+
+// out [rows, columns] = x [rows, depth] W' + bias; rows of x lie `stride` apart; bias may be null. Out is T or float.
+template <class T, class Weight, class Out>
+void linear(const T* x, int64_t rows, int64_t stride, const Weight& weight, const T* bias, Out* out);
 
 // out = down(act(gate) * up). gate_up's first half of columns is gate; that half is a multiple of 32.
-template <class T>
-void gated_mlp(const T* x, int64_t rows, int64_t stride, const Packed<T>& gate_up, const Packed<T>& down,
-               Activation activation, T* out);
+template <class T, class Weight>
+void gated_mlp(const T* x, int64_t rows, int64_t stride, Weight gate_up, const T* gate_up_bias, const Weight& down,
+               const T* down_bias, Activation activation, T* out);
 
-// out [count, depth]: row ids[i] of the packed matrix, which is what a checkpoint calls W[ids[i]].
-template <class T>
-void packed_rows(const Packed<T>& weight, const int32_t* ids, int64_t count, T* out);
+// out [count, depth]: row ids[i] of the matrix as a checkpoint has it, [columns, depth].
+template <class Weight, class Out>
+void packed_rows(const Weight& weight, const int32_t* ids, int64_t count, Out* out);
 
 // Llama's norm: statistics in float32, rounded to T, then the product with `weight`. With a residual, norms
 // total = x + residual (rounded to T first).

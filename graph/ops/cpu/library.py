@@ -64,15 +64,17 @@ def _register_shapes() -> None:
     fake = torch.library.register_fake
 
     @fake("airdecode::air_linear")
-    def _(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, wide: int) -> Tensor:
+    def _(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, columns: int, wide: int) -> Tensor:
         return x.new_empty(x.shape[0], columns, dtype=torch.float32 if wide else x.dtype)
 
     @fake("airdecode::air_gated_mlp")
     def _(
         x: Tensor,
         gate_up: Tensor,
+        gate_up_scales: Tensor | None,
         gate_up_bias: Tensor | None,
         down: Tensor,
+        down_scales: Tensor | None,
         down_bias: Tensor | None,
         width: int,
         columns: int,
@@ -81,8 +83,8 @@ def _register_shapes() -> None:
         return x.new_empty(x.shape[0], columns)
 
     @fake("airdecode::air_rows")
-    def _(weight: Tensor, ids: Tensor, columns: int, depth: int) -> Tensor:
-        return weight.new_empty(ids.shape[0], depth)
+    def _(weight: Tensor, scales: Tensor | None, ids: Tensor, columns: int, depth: int, wide: int) -> Tensor:
+        return ids.new_empty(ids.shape[0], depth, dtype=torch.float32 if wide else torch.bfloat16)
 
     @fake("airdecode::air_rms_norm")
     def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ....configs.engine import Weights
 from ...inputs import StepInputs
 from ..protocol import Activation, Heads, LayerCache, Rotary
 from ..reference import ReferenceLinear, ReferenceOps
@@ -20,6 +21,7 @@ from . import library
 from .linear import CpuLinear
 from .memory import Arena
 
+_KEPT: Mapping[Weights, torch.dtype | None] = MappingProxyType({"auto": None, "int8": torch.int8, "int4": torch.uint8})
 _ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
 
 
@@ -28,12 +30,15 @@ class CpuOps(ReferenceOps):
 
     name = "cpu"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Raises ValueError on a dtype that the kernels do not have, RuntimeError without a C++ compiler."""
+    def __init__(self, dtype: torch.dtype, weights: Weights = "auto") -> None:
+        """`weights`: how linear layers and the head are kept, quantised as they are loaded; "auto" is `dtype`.
+
+        Raises ValueError on a dtype that the kernels do not have, RuntimeError without a C++ compiler."""
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}; the cpu operators take float32 and bfloat16")
         super().__init__(dtype)
         library.load()
+        self._kept = _KEPT[weights]
         self._arena = Arena()
 
     # -- weights and caches ---------------------------------------------------------------------------------------
@@ -48,7 +53,9 @@ class CpuOps(ReferenceOps):
     ) -> CpuLinear | ReferenceLinear:
         if lookup:
             return super().linear(in_features, out_parts, bias=bias, lookup=True, wide=wide)
-        return CpuLinear(in_features, out_parts, bias, torch.float32 if wide else self.dtype, self._arena)
+        if wide:
+            return CpuLinear(in_features, out_parts, bias, torch.float32, self._arena)
+        return CpuLinear(in_features, out_parts, bias, self.dtype, self._arena, self._kept)
 
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,7 +73,16 @@ class CpuOps(ReferenceOps):
             act = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
             return down((act * up).to(x.dtype))
         return torch.ops.airdecode.air_gated_mlp(
-            x, gate_up.weight, gate_up.bias, down.weight, down.bias, width, down.out_features, _ACTIVATIONS[activation]
+            x,
+            gate_up.weight,
+            gate_up.scales,
+            gate_up.bias,
+            down.weight,
+            down.scales,
+            down.bias,
+            width,
+            down.out_features,
+            _ACTIVATIONS[activation],
         )
 
     def argmax(self, logits: Tensor) -> Tensor:

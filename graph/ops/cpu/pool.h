@@ -66,8 +66,23 @@ void parallel(int64_t count, double worth, Body&& body) {
 
 // Uninitialised memory of one thread, for one purpose (the tag), kept between calls: kernels allocate nothing.
 void* scratch_bytes(int tag, size_t bytes);
-enum ScratchTag { kLhs, kHidden, kPartials, kScores, kKeys, kValues, kQueries, kWeights, kZeros,
-                  kBinsOfRow, kPlaces, kOrder, kScratchTags };
+enum ScratchTag {
+  kLhs,
+  kHidden,
+  kSums,
+  kTileSums,
+  kPartials,
+  kScores,
+  kKeys,
+  kValues,
+  kQueries,
+  kWeights,
+  kZeros,
+  kBinsOfRow,
+  kPlaces,
+  kOrder,
+  kScratchTags
+};
 template <class T>
 T* scratch(ScratchTag tag, size_t count) {
   return static_cast<T*>(scratch_bytes(tag, count * sizeof(T)));

@@ -55,79 +55,128 @@ void configure(int64_t rows) {
   asm volatile("ldtilecfg %0" ::"m"(shape) : "memory");
 }
 
-void amx_sums(const bf16* left, int64_t tiles, int rows, const bf16* group, Fetch fetch, float* sums, int64_t stride) {
+// Four sums, or with up to sixteen rows two: sums 0 and 1 are rows 0-15, sums 2 and 3 rows 16-31.
+void amx_sums(const Product<bf16>& p, const bf16* left) {
+  const int64_t strip = ceil_div(p.depth, 32) * 512;  // from sixteen rows to the next
+  float *sums = p.sums, *below = sums + 16 * p.stride;
+  const bool tall = p.rows > 16;
+  Fetch fetch = p.fetch;
   TILE_ZERO(0);
   TILE_ZERO(1);
-  if (rows <= 16) {
-    for (int64_t k = 0; k < tiles; ++k) {
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  if (p.add) {
+    TILE_LOAD(0, sums, p.stride * 4);
+    TILE_LOAD(1, sums + 16, p.stride * 4);
+    if (tall) {
+      TILE_LOAD(2, below, p.stride * 4);
+      TILE_LOAD(3, below + 16, p.stride * 4);
+    }
+  }
+  if (!tall) {
+    for (int64_t k = 0; k < p.tiles; ++k) {
       fetch_ahead(fetch);
       TILE_LOAD(4, left + k * 512, 64);
-      TILE_LOAD(6, group + k * 1024, 64);
+      TILE_LOAD(6, p.group + k * 1024, 64);
       TILE_MULTIPLY(0, 4, 6);
-      TILE_LOAD(7, group + k * 1024 + 512, 64);
+      TILE_LOAD(7, p.group + k * 1024 + 512, 64);
       TILE_MULTIPLY(1, 4, 7);
     }
   } else {
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int64_t k = 0; k < tiles; ++k) {
+    for (int64_t k = 0; k < p.tiles; ++k) {
       fetch_ahead(fetch);
       TILE_LOAD(4, left + k * 512, 64);
-      TILE_LOAD(6, group + k * 1024, 64);
+      TILE_LOAD(6, p.group + k * 1024, 64);
       TILE_MULTIPLY(0, 4, 6);
-      TILE_LOAD(7, group + k * 1024 + 512, 64);
+      TILE_LOAD(7, p.group + k * 1024 + 512, 64);
       TILE_MULTIPLY(1, 4, 7);
-      TILE_LOAD(5, left + (tiles + k) * 512, 64);
+      TILE_LOAD(5, left + strip + k * 512, 64);
       TILE_MULTIPLY(2, 5, 6);
       TILE_MULTIPLY(3, 5, 7);
     }
-    TILE_STORE(2, sums + 16 * stride, stride * 4);
-    TILE_STORE(3, sums + 16 * stride + 16, stride * 4);
+    TILE_STORE(2, below, p.stride * 4);
+    TILE_STORE(3, below + 16, p.stride * 4);
   }
-  TILE_STORE(0, sums, stride * 4);
-  TILE_STORE(1, sums + 16, stride * 4);
+  TILE_STORE(0, sums, p.stride * 4);
+  TILE_STORE(1, sums + 16, p.stride * 4);
+}
+
+// Each tile of depth by itself. Tiles alternate between two pairs of sums: one may still be stored while the other
+// runs.
+void amx_apart(const Product<bf16>& p, const bf16* left) {
+  const int64_t strips = ceil_div(p.rows, 16), strip = ceil_div(p.depth, 32) * 512;
+  for (int64_t s = 0; s < strips; ++s)
+    for (int64_t k = 0; k < p.tiles; ++k) {
+      float* sums = p.sums + (k * strips + s) * 16 * p.stride;
+      TILE_LOAD(4, left + s * strip + k * 512, 64);
+      TILE_LOAD(6, p.group + k * 1024, 64);
+      TILE_LOAD(7, p.group + k * 1024 + 512, 64);
+      if (k % 2) {
+        TILE_ZERO(0);
+        TILE_MULTIPLY(0, 4, 6);
+        TILE_ZERO(1);
+        TILE_MULTIPLY(1, 4, 7);
+        TILE_STORE(0, sums, p.stride * 4);
+        TILE_STORE(1, sums + 16, p.stride * 4);
+      } else {
+        TILE_ZERO(2);
+        TILE_MULTIPLY(2, 4, 6);
+        TILE_ZERO(3);
+        TILE_MULTIPLY(3, 4, 7);
+        TILE_STORE(2, sums, p.stride * 4);
+        TILE_STORE(3, sums + 16, p.stride * 4);
+      }
+    }
 }
 #endif
 
-// -- AVX-512 with bfloat16 pairs
-// ---------------------------------------------------------------------------------------
+// -- A few rows at a time in vectors: `left` and `sums` are those of the first of kRows rows
+// ---------------------------
+template <int kRows>
+void load_sums(const Product<bf16>& p, const float* from, f32x16 (&sum)[kRows][2]) {
+  for (int i = 0; i < kRows; ++i)
+    for (int half = 0; half < 2; ++half) sum[i][half] = p.add ? load16(from + i * p.stride + half * 16) : f32x16{};
+}
+
+template <int kRows>
+void store_sums(const f32x16 (&sum)[kRows][2], float* to, int64_t stride) {
+  for (int i = 0; i < kRows; ++i)
+    for (int half = 0; half < 2; ++half) store16(to + i * stride + half * 16, sum[i][half]);
+}
+
 #if defined(__AVX512BF16__)
 template <int kRows>
-void avx512_sums(const bf16* left, int64_t tiles, const bf16* group, Fetch fetch, float* sums, int64_t stride) {
-  __m512 sum[kRows][2];
-  for (auto& row : sum) row[0] = row[1] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < tiles; ++k) {
+void avx512_sums(const Product<bf16>& p, const bf16* left, Fetch fetch, float* sums) {
+  f32x16 sum[kRows][2];
+  load_sums(p, sums, sum);
+  for (int64_t k = 0; k < p.tiles; ++k) {
     fetch_ahead(fetch);
     for (int pair = 0; pair < 16; ++pair) {
-      const bf16* columns = group + k * 1024 + pair * 32;
+      const bf16* columns = p.group + k * 1024 + pair * 32;
       __m512bh a = (__m512bh)_mm512_loadu_si512(columns), b = (__m512bh)_mm512_loadu_si512(columns + 512);
       for (int i = 0; i < kRows; ++i) {
         int32_t both;
         std::memcpy(&both, left + k * 512 + i * 32 + pair * 2, 4);
         __m512bh x = (__m512bh)_mm512_set1_epi32(both);
-        sum[i][0] = _mm512_dpbf16_ps(sum[i][0], a, x);
-        sum[i][1] = _mm512_dpbf16_ps(sum[i][1], b, x);
+        sum[i][0] = (f32x16)_mm512_dpbf16_ps((__m512)sum[i][0], a, x);
+        sum[i][1] = (f32x16)_mm512_dpbf16_ps((__m512)sum[i][1], b, x);
       }
     }
   }
-  for (int i = 0; i < kRows; ++i) {
-    _mm512_storeu_ps(sums + i * stride, sum[i][0]);
-    _mm512_storeu_ps(sums + i * stride + 16, sum[i][1]);
-  }
+  store_sums(sum, sums, p.stride);
 }
 #endif
 
-// -- Portable
-// ----------------------------------------------------------------------------------------------------------
 template <int kRows>
-void plain_sums(const bf16* left, int64_t tiles, const bf16* group, Fetch fetch, float* sums, int64_t stride) {
-  f32x16 sum[kRows][2] = {};
-  for (int64_t k = 0; k < tiles; ++k) {
+void plain_sums(const Product<bf16>& p, const bf16* left, Fetch fetch, float* sums) {
+  f32x16 sum[kRows][2];
+  load_sums(p, sums, sum);
+  for (int64_t k = 0; k < p.tiles; ++k) {
     fetch_ahead(fetch);
     for (int pair = 0; pair < 16; ++pair)
       for (int half = 0; half < 2; ++half) {
         u32x16 both;
-        std::memcpy(&both, group + k * 1024 + half * 512 + pair * 32, sizeof(both));
+        std::memcpy(&both, p.group + k * 1024 + half * 512 + pair * 32, sizeof(both));
         f32x16 even = bits_as<f32x16>(both << 16), odd = bits_as<f32x16>(both & 0xffff0000u);
         for (int i = 0; i < kRows; ++i) {
           const bf16* x = left + k * 512 + i * 32 + pair * 2;
@@ -136,23 +185,21 @@ void plain_sums(const bf16* left, int64_t tiles, const bf16* group, Fetch fetch,
         }
       }
   }
-  for (int i = 0; i < kRows; ++i)
-    for (int half = 0; half < 2; ++half) store16(sums + i * stride + half * 16, sum[i][half]);
+  store_sums(sum, sums, p.stride);
 }
 
 template <int kRows>
-void plain_sums(const float* left, int64_t depth, const float* group, Fetch fetch, float* sums, int64_t stride) {
+void plain_sums(const Product<float>& p, const float* left, Fetch fetch, float* sums) {
   f32x16 sum[kRows][2] = {};
-  for (int64_t k = 0; k < depth; ++k) {
+  for (int64_t k = 0; k < p.depth; ++k) {
     if (k % 32 == 0) fetch_ahead(fetch);
-    f32x16 a = load16(group + k * 32), b = load16(group + k * 32 + 16);
+    f32x16 a = load16(p.group + k * 32), b = load16(p.group + k * 32 + 16);
     for (int i = 0; i < kRows; ++i) {
-      sum[i][0] += a * left[i * depth + k];
-      sum[i][1] += b * left[i * depth + k];
+      sum[i][0] += a * left[i * p.depth + k];
+      sum[i][1] += b * left[i * p.depth + k];
     }
   }
-  for (int i = 0; i < kRows; ++i)
-    for (int half = 0; half < 2; ++half) store16(sums + i * stride + half * 16, sum[i][half]);
+  store_sums(sum, sums, p.stride);
 }
 
 // Calls step(integral_constant<rows>, offset) for pieces of 8, 4, 2 and 1 rows.
@@ -186,41 +233,50 @@ TileScope::~TileScope() {
 #endif
 }
 
-void tile_sums(const TileScope& scope, const bf16* left, int64_t depth, int64_t row, int rows, const bf16* group,
-               Fetch fetch, float* sums, int64_t stride) {
-  int64_t tiles = ceil_div(depth, 32);
-  left = left_at(left, depth, row, 0);
+void tile_sums(const TileScope& scope, const Product<bf16>& p) {
+  const bf16* left = left_at(p.left, p.depth, p.row, p.first_tile);
 #if AIRDECODE_AMX
-  if (scope.kind == Kernels::kAmx) return amx_sums(left, tiles, rows, group, fetch, sums, stride);
+  if (scope.kind == Kernels::kAmx) return p.apart ? amx_apart(p, left) : amx_sums(p, left);
 #endif
-  in_pieces(rows, [&](auto count, int done) {
-    const bf16* from = left + done / 16 * tiles * 512 + done % 16 * 32;
-    Fetch once = done ? Fetch() : fetch;
+  if (p.apart) {
+    Product<bf16> one = p;
+    for (one.apart = false, one.tiles = 1; one.first_tile < p.first_tile + p.tiles; ++one.first_tile) {
+      tile_sums(scope, one);
+      one.group += 1024, one.sums += ceil_div(p.rows, 16) * 16 * p.stride;
+    }
+    return;
+  }
+  in_pieces(p.rows, [&](auto count, int done) {
+    const bf16* from = left_at(p.left, p.depth, p.row + done, p.first_tile);
+    Fetch fetch = done ? Fetch() : p.fetch;
 #if defined(__AVX512BF16__)
-    if (scope.kind == Kernels::kAvx512)
-      return avx512_sums<count>(from, tiles, group, once, sums + done * stride, stride);
+    if (scope.kind == Kernels::kAvx512) return avx512_sums<count>(p, from, fetch, p.sums + done * p.stride);
 #endif
-    plain_sums<count>(from, tiles, group, once, sums + done * stride, stride);
+    plain_sums<count>(p, from, fetch, p.sums + done * p.stride);
   });
 }
 
-void tile_sums(const TileScope&, const float* left, int64_t depth, int64_t row, int rows, const float* group,
-               Fetch fetch, float* sums, int64_t stride) {
-  in_pieces(rows, [&](auto count, int done) {
-    plain_sums<count>(left + (row + done) * depth, depth, group, done ? Fetch() : fetch, sums + done * stride, stride);
+void tile_sums(const TileScope&, const Product<float>& p) {
+  in_pieces(p.rows, [&](auto count, int done) {
+    const float* from = p.left + (p.row + done) * p.depth;
+    plain_sums<count>(p, from, done ? Fetch() : p.fetch, p.sums + done * p.stride);
   });
 }
 
 void pack_left(const bf16* x, int64_t stride, int64_t depth, int64_t first, int64_t last, bf16* left) {
-  int64_t whole = depth / 32, rest = depth % 32;
-  for (int64_t row = first; row < last; ++row) {
-    const bf16* from = x + row * stride;
-    for (int64_t tile = 0; tile < whole; ++tile) std::memcpy(left_at(left, depth, row, tile), from + tile * 32, 64);
-    if (!rest) continue;
-    bf16* to = left_at(left, depth, row, whole);
-    std::memset(to, 0, 64);
-    std::memcpy(to, from + whole * 32, rest * 2);
-  }
+  for (int64_t row = first; row < last; ++row)
+    for (int64_t tile = 0; tile * 32 < depth; ++tile) {
+      bf16* to = left_at(left, depth, row, tile);
+      int64_t count = std::min<int64_t>(32, depth - tile * 32);
+      if (count < 32) std::memset(to, 0, 64);
+      std::memcpy(to, x + row * stride + tile * 32, count * 2);
+    }
+}
+
+void pack_left(const float* x, int64_t stride, int64_t depth, int64_t first, int64_t last, bf16* left) {
+  for (int64_t row = first; row < last; ++row)
+    for (int64_t k = 0; k < ceil_div(depth, 32) * 32; k += 16)
+      store16(left_at(left, depth, row, k / 32) + k % 32, k < depth ? load(x + row * stride + k, depth - k) : f32x16{});
 }
 
 void pack_left(const float* x, int64_t stride, int64_t depth, int64_t first, int64_t last, float* left) {

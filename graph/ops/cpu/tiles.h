@@ -49,15 +49,29 @@ class TileScope {
   const Kernels kind;
 };
 
-// sums[i * stride + j] = left row i times column j, for `rows` <= kBlockRows rows from `row` on (a multiple of 16).
-// Up to 16 * ceil(rows / 16) rows may be written.
-void tile_sums(const TileScope& scope, const bf16* left, int64_t depth, int64_t row, int rows, const bf16* group,
-               Fetch fetch, float* sums, int64_t stride);
-void tile_sums(const TileScope& scope, const float* left, int64_t depth, int64_t row, int rows, const float* group,
-               Fetch fetch, float* sums, int64_t stride);
+// sums[i * stride + j] = left row `row` + i times column j, over the whole depth or a part of it.
+template <class T>
+struct Product {
+  const T* left;
+  int64_t depth;  // of the left side as it is packed
+  int64_t row;    // a multiple of 16
+  int rows;       // up to kBlockRows; up to 16 * ceil(rows / 16) rows of sums may be written
+  const T* group;
+  float* sums;
+  int64_t stride = kColumns;
+  Fetch fetch = {};
+  // bfloat16 only: `group` holds the tiles of depth from 32 * `first_tile` on, and `add` continues earlier sums.
+  int64_t first_tile = 0, tiles = ceil_div(depth, 32);
+  bool add = false;
+  bool apart = false;  // the sums of each tile by themselves, [tiles][16 * ceil(rows / 16)][stride]
+};
+
+void tile_sums(const TileScope& scope, const Product<bf16>& product);
+void tile_sums(const TileScope& scope, const Product<float>& product);
 
 // Packs x [rows, depth] with rows `stride` apart into the left side's form, rows first..last-1.
 void pack_left(const bf16* x, int64_t stride, int64_t depth, int64_t first, int64_t last, bf16* left);
+void pack_left(const float* x, int64_t stride, int64_t depth, int64_t first, int64_t last, bf16* left);
 void pack_left(const float* x, int64_t stride, int64_t depth, int64_t first, int64_t last, float* left);
 
 }  // namespace airdecode

@@ -1,0 +1,98 @@
+// How a weight is kept, and the sums of any rows with 32 of its columns. All formats are read in order, once a pass.
+//
+// Groups of 32 columns, in tiles of 32 deep: plain numbers as tiles.h has them; int8 as [2][8][16 columns][4 deep] and
+// one scale a column; int4 in records of 640 bytes a tile: [2][4][16 columns][2] words of 16 bits, the word (i, j) with
+// the nibbles of depths 8i+j, 8i+j+2, 8i+j+4, 8i+j+6, then for each column a scale and a least value as float16: a
+// weight is least + scale * nibble.
+#pragma once
+
+#include "tiles.h"
+
+namespace airdecode {
+
+template <class T>
+struct Plain {
+  using Left = T;
+  static constexpr int64_t kPassRows = 256;  // rows that meet a group while it is in the caches
+
+  const T* groups;
+  int64_t columns, depth;
+
+  void prepare(const T*, int64_t) {}
+  void sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
+  template <class Out>
+  void row(int64_t column, Out* out) const;
+  int64_t bytes() const { return ceil_div(columns, kColumns) * group_size(groups, depth) * int64_t(sizeof(T)); }
+};
+
+struct Int8 {
+  using Left = bf16;
+  static constexpr int64_t kPassRows = 512;
+
+  const int8_t* groups;
+  const float* scales;  // [columns, rounded up to whole groups]
+  int64_t columns, depth;
+
+  void prepare(const bf16*, int64_t) {}
+  void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
+  template <class Out>
+  void row(int64_t column, Out* out) const;
+  int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * 1024; }
+};
+
+// Up to kExactRows rows the sums are those of the weights as they are; for more rows weights are rounded to bfloat16.
+struct Int4 {
+  using Left = bf16;
+  static constexpr int64_t kPassRows = 512, kRecord = 640, kExactRows = 16;
+
+  const uint8_t* groups;
+  int64_t columns, depth;
+  const float* left_sums = nullptr;  // [rows, tiles]: sums of the left side's tiles
+
+  void prepare(const bf16* left, int64_t rows);
+  void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
+  template <class Out>
+  void row(int64_t column, Out* out) const;
+  int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * kRecord; }
+};
+
+// -- one row of the matrix, for lookups: column n of the packed form
+// -----------------------------------------------------
+
+// Place of (depth k, column `lane` of its group) in the order of bfloat16, of which `deep` depths lie together, or of
+// int8.
+inline int64_t tile_place(int64_t k, int64_t lane, int64_t deep) {
+  return (k / 32 * 2 + lane / 16) * 512 + k % 32 / deep * 16 * deep + lane % 16 * deep + k % deep;
+}
+
+template <class T>
+template <class Out>
+void Plain<T>::row(int64_t column, Out* out) const {
+  const T* group = groups + column / kColumns * group_size(groups, depth);
+  for (int64_t k = 0; k < depth; ++k)
+    put(out + k, get(group + (sizeof(T) == 4 ? k * 32 + column % 32 : tile_place(k, column % 32, 2))));
+}
+
+template <class Out>
+void Int8::row(int64_t column, Out* out) const {
+  const int8_t* group = groups + column / kColumns * ceil_div(depth, 32) * 1024;
+  for (int64_t k = 0; k < depth; ++k) put(out + k, float(group[tile_place(k, column % 32, 4)]) * scales[column]);
+}
+
+template <class Out>
+void Int4::row(int64_t column, Out* out) const {
+  const uint8_t* group = groups + column / kColumns * ceil_div(depth, 32) * kRecord;
+  int64_t lane = column % kColumns;
+  for (int64_t k = 0; k < depth; ++k) {
+    const uint8_t* record = group + k / 32 * kRecord;
+    int64_t pair = k % 32 / 2, word = (lane / 16 * 4 + pair / 4) * 32 + lane % 16 * 2 + k % 2;
+    uint16_t nibbles;
+    _Float16 scale, least;
+    std::memcpy(&nibbles, record + word * 2, 2);
+    std::memcpy(&scale, record + 512 + lane * 2, 2);
+    std::memcpy(&least, record + 576 + lane * 2, 2);
+    put(out + k, float(least) + float(scale) * float(nibbles >> (pair % 4 * 4) & 15));
+  }
+}
+
+}  // namespace airdecode

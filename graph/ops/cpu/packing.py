@@ -1,0 +1,75 @@
+"""Weights in the forms that the kernels read (formats.h): as they are, int8, or int4 in groups of 32.
+
+int8 is symmetric with one scale an output. int4 takes, for each 32 numbers along the input, the least one and a scale:
+a number is least + scale * (0..15), both float16. Every function takes weights [n, depth] as checkpoints hold them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+RECORD = 640  # bytes of 32 x 32 int4 numbers with their scales and least values
+_ROWS = 2048  # quantised at once: bounds what is held in float32
+
+
+def packed_shape(columns: int, depth: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Of a [columns, depth] weight; torch.uint8 means int4."""
+    groups, tiles = -(-columns // 32), -(-depth // 32)
+    if dtype == torch.float32:
+        return (groups, depth, 32)
+    if dtype == torch.uint8:
+        return (groups, tiles, RECORD)
+    return (groups, tiles, 2, 8, 16, 4) if dtype == torch.int8 else (groups, tiles, 2, 16, 16, 2)
+
+
+def pack(weight: Tensor, packed: Tensor, scales: Tensor | None) -> None:
+    """Fill whole groups of a packed matrix, and int8's scales [groups * 32], from weight [n, depth]."""
+    for first in range(0, len(weight), _ROWS):
+        some = weight[first : first + _ROWS]
+        groups = slice(first // 32, first // 32 + -(-len(some) // 32))
+        target = packed[groups]
+        if packed.dtype == torch.uint8:
+            target.copy_(_int4_records(_padded(some.float(), packed.shape[1] * 32)))
+        elif packed.dtype == torch.float32:
+            target.copy_(_padded(some.float(), some.shape[1]).view(len(target), 32, -1).permute(0, 2, 1))
+        else:
+            if packed.dtype == torch.int8:
+                assert scales is not None
+                some, scale = _int8(some.float())
+                scales[32 * groups.start : 32 * groups.start + len(scale)] = scale
+            tiles, steps, deep = packed.shape[1], packed.shape[3], packed.shape[5]  # steps * deep = 32
+            whole = _padded(some.to(packed.dtype), tiles * 32).view(-1, 2, 16, tiles, steps, deep)
+            target.copy_(whole.permute(0, 3, 1, 4, 2, 5))
+
+
+def _padded(weight: Tensor, depth: int) -> Tensor:
+    """Zero rows up to whole groups of 32. Inputs up to `depth` repeat the last one.
+
+    They are multiplied by 0, and the grid that they share is not stretched for them.
+    """
+    last = weight[:, -1:].expand(-1, depth - weight.shape[1])
+    return functional.pad(torch.cat([weight, last], dim=1), (0, 0, 0, -len(weight) % 32))
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax(1) / 127
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (weight / scale[:, None]).round(), scale
+
+
+def _int4_records(weight: Tensor) -> Tensor:
+    """weight [32 * groups, 32 * tiles] float32 -> [groups, tiles, 640] bytes."""
+    parts = weight.view(len(weight), -1, 32)
+    least, most = parts.amin(2), parts.amax(2)
+    least = least.half()
+    scale = ((most - least.float()) / 15).half()
+    divisor = torch.where(scale > 0, scale.float(), 1.0)
+    nibbles = ((parts - least.float()[..., None]) / divisor[..., None]).round().clamp(0, 15).to(torch.int32)
+    # [group, half, column, tile, quad, nibble, which of the pair] -> [group, tile, half, quad, column, which]
+    nibbles = nibbles.view(-1, 2, 16, parts.shape[1], 4, 4, 2).permute(0, 3, 1, 4, 2, 6, 5)
+    words = (nibbles << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1).to(torch.uint16)
+    numbers = [part.view(-1, 32, parts.shape[1]).transpose(1, 2).contiguous() for part in (scale, least)]
+    pieces = [words.flatten(2).contiguous(), *numbers]
+    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim=2)
