@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ...configs.engine import Weights
 from ...host.staging import Device
 from ..ops.protocol import Ops
 from ..static_graph import Inputs, StaticGraph
@@ -19,7 +20,7 @@ class Target(Protocol):
     name: str
     device: torch.device
 
-    def make_ops(self, dtype: torch.dtype, weights: str) -> Ops:
+    def make_ops(self, dtype: torch.dtype, weights: Weights) -> Ops:
         """The target's own operators. ValueError where it lacks that dtype or that kind of weights."""
         ...
 

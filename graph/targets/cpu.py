@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...configs.engine import Weights
 from ...host.staging import CpuDevice, Device
 from .. import native
 from ..ops.protocol import Ops
@@ -57,13 +58,13 @@ class CpuTarget:
     def __init__(self, cache_folder: Path | None = None) -> None:
         self.cache_folder = cache_folder or native.cache_folder() / "graphs"
 
-    def make_ops(self, dtype: torch.dtype, weights: str) -> Ops:
+    def make_ops(self, dtype: torch.dtype, weights: Weights) -> Ops:
         from ..ops.cpu.ops import CpuOps
 
-        return CpuOps(dtype)
+        return CpuOps(dtype, weights)
 
     def open_device(self, threads: int | None) -> Device:
-        """Graphs run in one worker thread, which has `threads` helpers fewer one."""
+        """Graphs run in a worker thread of its own, and kernels in `threads` threads, it and its helpers."""
         device = CpuDevice()
         device.compute.run(lambda: torch.set_num_threads(threads or usable_cpus()))
         return device
