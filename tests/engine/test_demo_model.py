@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import decimal
+import inspect
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import transformers
 
 from airdecode import Engine, SamplingParams
 from airdecode.engine import hub
+from airdecode.engine.text import Text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 P = 16
@@ -33,9 +38,11 @@ def oracle(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(100, 40_000, (length,), generator=generator).tolist() for length in LENGTHS]
+def prompts(folder: Path) -> list[list[int]]:
+    """Stretches of Python's own documentation: a text that is everywhere."""
+    ids = Text.load(folder).encode(inspect.getdoc(argparse) + inspect.getdoc(json) + inspect.getdoc(decimal))
+    starts = torch.randint(0, len(ids) - max(LENGTHS), (len(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    return [ids[start : start + length] for start, length in zip(starts.tolist(), LENGTHS, strict=True)]
 
 
 @pytest.fixture(scope="module")
