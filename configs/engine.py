@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from .base import parse
 
+MAX_THREADS = 64  # of one engine's kernels
 Target = Literal["cpu", "npu", "ascend-sim"]
 Weights = Literal["auto", "int8", "int4"]
 
@@ -44,6 +45,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"EngineConfig.{name} is {value}; it must be at least 1")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ValueError(f"EngineConfig.threads is {self.threads}; it must be at most {MAX_THREADS}")
         for name in ("decode_buckets", "prefill_buckets"):
             buckets = getattr(self, name)
             if buckets is not None and (not buckets or min(buckets) < 1):

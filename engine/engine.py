@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,29 @@ from .text import Prompt, Text
 from .trace import Recorder
 
 DEFAULT_MAX_LEN = 2048  # where the configuration leaves max_model_len open and the model allows more
+
+
+class Pieces(Iterator[str]):
+    """A streamed answer. Letting go of it, or `close`, cancels what has not come yet."""
+
+    def __init__(self, request: Request, loop: Loop) -> None:
+        self._request, self._loop, self._ended = request, loop, False
+
+    def __next__(self) -> str:
+        assert self._request.pieces is not None
+        piece = None if self._ended else self._request.pieces.get()
+        if piece is None:
+            self._ended = True
+            self._request.raise_if_cut()
+            raise StopIteration
+        return piece
+
+    def close(self) -> None:
+        """Cancel what has not come yet; after the last piece it does nothing."""
+        self._loop.cancel(self._request)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Engine:
@@ -92,6 +115,8 @@ class Engine:
         SamplingParams serves all, or give one for each.
         """
         listed = _listed(prompts)
+        if isinstance(params, Mapping):
+            raise ValueError(f"params is {dict(params)!r}; give a SamplingParams, for example SamplingParams(**params)")
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
         if len(each) != len(listed):
             raise ValueError(f"{len(listed)} prompts but {len(each)} SamplingParams; give one, or one for each prompt")
@@ -107,31 +132,28 @@ class Engine:
             raise
         return [request.output() for request in made]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text in pieces as they come; joined they are the text of `generate`. Leaving the loop cancels."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Pieces:
+        """Iterate over the text in pieces as they come; joined they are the text of `generate`.
+
+        Letting go of the iterator, at any time, cancels the request.
+        """
         chosen = params or SamplingParams()
         if chosen.n != 1:
             raise ValueError(f"n is {chosen.n}; a stream has one sample: call generate for several")
         request = self._request(prompt, chosen, streamed=True)
         self._loop.submit(request)
-        return self._pieces(request)
-
-    def _pieces(self, request: Request) -> Iterator[str]:
-        assert request.pieces is not None
-        try:
-            while (piece := request.pieces.get()) is not None:
-                yield piece
-            request.output()  # raises what ended it, where that was a fault
-        finally:
-            self._loop.cancel(request)
+        return Pieces(request, self._loop)
 
     def score(self, token_ids: Prompt) -> Tensor:
-        """Logits [T, V] float32 of every position of a prompt, computed by captured graphs in chunks."""
+        """Logits [T, V] float32 of every position of a prompt, computed by captured graphs in chunks.
+
+        T is less than max_model_len: like any prompt it leaves room for a token.
+        """
         request = self._request(token_ids, SamplingParams(max_tokens=1), streamed=False)
         request.scores = []
         self._loop.submit(request)
         request.done.wait()
-        request.output()
+        request.raise_if_cut()
         return torch.cat(request.scores)
 
     def beam_search(
@@ -152,6 +174,12 @@ class Engine:
 
     def _request(self, prompt: Prompt, params: SamplingParams, *, streamed: bool) -> Request:
         request_id = f"request-{next(self._numbers)}"
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{request_id}: params is {params!r}; give a SamplingParams")
+        if params.stop and not self.text.has_tokenizer:
+            raise ValueError(
+                f"{request_id}: stop needs text, and this checkpoint has no tokenizer.json: stop_token_ids"
+            )
         try:
             ids = self.text.encode(prompt)
             request = Request(request_id, ids, params, seed=request_seed(params), streamed=streamed)
@@ -224,6 +252,8 @@ def _listed(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of several."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+        raise ValueError(f"prompts is {prompts!r}; give a text, token ids, chat messages, or a list of these")
     items = list(prompts)
     if items and not isinstance(items[0], (str, list, tuple)) and not hasattr(items[0], "__array__"):
         return [items]  # token ids, or chat messages

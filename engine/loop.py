@@ -7,6 +7,7 @@ while step i runs, and that whatever ends the thread ends every request with the
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -56,6 +57,7 @@ class Loop:
         self._samples: dict[int, Sample] = {}  # by sequence id
         self._jobs: deque[tuple[Callable[[], object], Future]] = deque()
         self._closing = False
+        self._process = os.getpid()
         self._snapshots, self._most_held = snapshots, 0
         self._thread = threading.Thread(target=self._run, name="airdecode-loop", daemon=True)
         self._thread.start()
@@ -107,6 +109,8 @@ class Loop:
             self._thread.join()
 
     def _refuse_if_ended(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError("this engine was loaded in another process, and its threads live there; load one here")
         if self.error is not None:
             raise RuntimeError(f"the engine has failed and takes no more work: {self.error}") from self.error
         if self._closing:

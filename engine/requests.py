@@ -60,6 +60,7 @@ class Request:
         self.scores: list[Tensor] | None = None  # [T, V] float32 in pieces, where logits of the prompt are wanted
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.cut = False  # ended from outside
         self.arrived = time.perf_counter()
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -82,7 +83,7 @@ class Request:
         """End it from outside, with all that it has."""
         if self.done.is_set():
             return
-        self.error = error
+        self.error, self.cut = error, True
         for sample in self.samples:
             piece = sample.stream.finish(reason)
             if piece and self.pieces is not None:
@@ -95,10 +96,17 @@ class Request:
             self.pieces.put(None)
         self.done.set()
 
+    def raise_if_cut(self) -> None:
+        """Raise where it did not come to its own end: a fault, or a closed engine."""
+        if self.error is not None:
+            raise RuntimeError(f"{self.request_id} failed: {self.error}") from self.error
+        if self.cut:
+            raise RuntimeError(f"{self.request_id} was not finished: the engine was closed, or the request cancelled")
+
     def output(self) -> RequestOutput:
         """Its answer so far. Raises what ended it, where that was a fault."""
         if self.error is not None:
-            raise RuntimeError(f"request {self.request_id} failed: {self.error}") from self.error
+            self.raise_if_cut()
         metrics = Metrics(
             arrived=self.arrived,
             scheduled=self.scheduled,

@@ -70,6 +70,10 @@ class Text:
         )
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 

@@ -64,7 +64,7 @@ class Roster:
             self._refuse(len(tokens), max_tokens, n)
             self.memory.refuse(limit - 1)
         except ValueError as error:
-            raise ValueError(f"request {request_id}: {error}") from None
+            raise ValueError(f"{request_id}: {error}") from None
         seqs = [
             Sequence(
                 seq_id=self._next_id + i,
@@ -96,7 +96,10 @@ class Roster:
         if n > config.max_rows:
             raise ValueError(f"n is {n} and max_rows is {config.max_rows}: ask for fewer samples or raise max_rows")
         if len(self._waiting) >= config.max_queue:
-            raise ValueError(f"{len(self._waiting)} requests wait and max_queue is {config.max_queue}: try again later")
+            raise ValueError(
+                f"max_queue is {config.max_queue} and {len(self._waiting)} wait: try again later, give fewer prompts at "
+                "once, or raise max_queue"
+            )
 
     def fork(self, seq_id: int) -> int:
         """A new sequence with the same tokens, sharing the blocks of one that has nothing in flight; its id.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import tiny
@@ -29,8 +30,9 @@ def eager() -> Iterator[Callable[..., Engine]]:
     """Make engines that run the golden operators without a compiler; closed when the test ends."""
     made: list[Engine] = []
 
-    def make(name: str = "llama-gqa", **overrides: object) -> Engine:
-        engine = Engine.load(tiny.folder(name), "tiny", **({"capture": False, "operators": "reference"} | overrides))
+    def make(model: str | Path = "llama-gqa", **overrides: object) -> Engine:
+        folder = tiny.folder(model) if isinstance(model, str) else model
+        engine = Engine.load(folder, "tiny", **({"capture": False, "operators": "reference"} | overrides))
         made.append(engine)
         return engine
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from asking import tokenized
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from airdecode.engine.cli import main
 
@@ -22,12 +22,7 @@ EAGER = ["--config", "tiny", "--set", "capture=false", "--set", "operators=refer
 def folder(tmp_path: Path) -> Path:
     """A tiny checkpoint with a tokenizer of single letters."""
     made = tmp_path / "model"
-    shutil.copytree(tiny.folder("llama-gqa"), made)
-    letters = ["\u0120", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(models.BPE({letter: 3 + i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(made / "tokenizer.json"))
+    shutil.copytree(tokenized("llama-gqa"), made)
     return made
 
 
@@ -111,6 +106,7 @@ def test_a_damaged_checkpoint_is_one_line(
         (["--model", "nobody"], "unknown model 'nobody'"),
         (["--config", "nobody"], "unknown preset 'nobody'"),
         (["--threads", "0"], "threads is 0"),
+        (["--threads", "100000"], "at most 64"),
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )

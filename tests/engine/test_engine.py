@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from asking import Make, prompts
+from asking import Make, prompts, tokenized
 
 from airdecode import SamplingParams
 
@@ -72,15 +72,52 @@ def test_pieces_joined_are_the_text(eager: Make) -> None:
     assert "".join(engine.stream(prompt, LONG)) == engine.generate([prompt], LONG)[0].outputs[0].text
 
 
-def test_c111_leaving_a_stream_cancels_it(eager: Make) -> None:
+def wait_until_idle(engine: Any) -> None:
+    """Within a few steps nothing is seated any more."""
+    deadline = time.monotonic() + 20
+    while engine.stats()["seated"] or engine.stats()["in_flight"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("pieces_read", [0, 1])
+def test_c111_letting_go_of_a_stream_cancels_it(eager: Make, pieces_read: int) -> None:
+    engine = eager(tokenized("llama-gqa"))
+    stream = engine.stream(prompts([9])[0], SamplingParams(max_tokens=200, ignore_eos=True))
+    for _ in range(pieces_read):
+        next(stream)
+    del stream
+    wait_until_idle(engine)
+    assert engine.stats()["steps"] < 100
+    assert "".join(engine.stream(prompts([5])[0], LONG))
+
+
+def test_a_stream_that_the_engine_cuts_says_so(eager: Make) -> None:
     engine = eager()
-    pieces = engine.stream(prompts([9])[0], SamplingParams(max_tokens=200, ignore_eos=True))
-    thread = threading.Thread(target=lambda: next(pieces, None))
-    thread.start()
-    time.sleep(0.05)
-    engine._loop.close()
-    thread.join(5)
-    assert not thread.is_alive()
+    stream = engine.stream(prompts([9])[0], SamplingParams(max_tokens=200, ignore_eos=True))
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        "".join(stream)
+
+
+def test_what_is_no_prompt_and_no_params_is_named(eager: Make) -> None:
+    engine = eager()
+    wrong: list[tuple[Any, Any, str]] = [
+        (prompts([3]), {"max_tokens": 2}, "give a SamplingParams"),
+        (prompts([3]), 7, "give a SamplingParams"),
+        (None, LONG, "prompts is None"),
+        (prompts([3]), SamplingParams(stop=("a",)), "stop_token_ids"),
+    ]
+    for given, params, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            engine.generate(given, params)
+
+
+def test_an_engine_of_another_process_says_so(eager: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = eager()
+    monkeypatch.setattr(engine._loop, "_process", -1)
+    with pytest.raises(RuntimeError, match="another process"):
+        engine.generate(prompts([3]), LONG)
 
 
 def test_c076_a_seeded_request_draws_the_same_whatever_shares_its_batch(eager: Make) -> None:
