@@ -6,7 +6,7 @@
 
 namespace {
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kStreams = 8;  // runs of addresses that one thread reads side by side: more misses in flight
+constexpr std::size_t kStreams = 2;  // runs of addresses that one thread reads side by side: faster than 1, 4 and 8
 
 std::uint64_t sum_streams(const std::uint64_t* data, std::size_t count) {
   const std::size_t part = count / kStreams / 8 * 8;
