@@ -177,9 +177,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{request_id}: params is {params!r}; give a SamplingParams")
         if params.stop and not self.text.has_tokenizer:
-            raise ValueError(
-                f"{request_id}: stop needs text, and this checkpoint has no tokenizer.json: stop_token_ids"
-            )
+            raise ValueError(f"{request_id}: stop is {params.stop}, but there is no tokenizer: use stop_token_ids")
         try:
             ids = self.text.encode(prompt)
             request = Request(request_id, ids, params, seed=request_seed(params), streamed=streamed)

@@ -44,7 +44,7 @@ def make_target(name: str, cache_folder: Path | None) -> Target:
 
         return AscendSimTarget(cache_folder)
     if name == "npu":
-        from .npu import NpuTarget
-
-        return NpuTarget(cache_folder)
+        raise ValueError(
+            "target 'npu' cannot be run by this version; 'ascend-sim' checks and executes its graphs anywhere"
+        )
     raise ValueError(f"unknown target {name!r}; there are cpu, npu and ascend-sim")

@@ -158,7 +158,7 @@ def test_what_could_never_run_is_refused_with_its_limit() -> None:
             world.add(prompt, max_tokens, n=n)
     for i in range(2):
         world.add([i], 2)
-    with pytest.raises(ValueError, match="2 requests wait and max_queue is 2"):
+    with pytest.raises(ValueError, match="max_queue is 2 and 2 wait"):
         world.add([3], 2)
     world.run_all()
     world.add([3], 2)
