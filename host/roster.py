@@ -97,8 +97,8 @@ class Roster:
             raise ValueError(f"n is {n} and max_rows is {config.max_rows}: ask for fewer samples or raise max_rows")
         if len(self._waiting) >= config.max_queue:
             raise ValueError(
-                f"max_queue is {config.max_queue} and {len(self._waiting)} wait: try again later, give fewer at once, or "
-                "raise max_queue"
+                f"max_queue is {config.max_queue} and {len(self._waiting)} wait: try again later, give fewer prompts, "
+                "or raise max_queue"
             )
 
     def fork(self, seq_id: int) -> int:
