@@ -23,7 +23,7 @@ class Vocabulary(nn.Module):
     def __init__(self, ops: Ops, vocab_size: int, hidden_size: int, *, tied: bool) -> None:
         super().__init__()
         self.tied = tied
-        self.head = ops.linear(hidden_size, [vocab_size])
+        self.head = ops.linear(hidden_size, [vocab_size], head=True)
         self.embedding = self.head if tied else ops.linear(hidden_size, [vocab_size], lookup=True)
 
     def embed(self, token_ids: Tensor) -> Tensor:

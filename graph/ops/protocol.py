@@ -86,10 +86,12 @@ class Ops(ExpertOps, LatentOps, Protocol):
         bias: bool = False,
         lookup: bool = False,
         wide: bool = False,
+        head: bool = False,
     ) -> Any:
         """Make an empty Linear (an nn.Module). `lookup`: only `rows` is called, so it is not packed for products.
 
-        `wide`: weights, products and result in float32 whatever `dtype` is, never quantised: for routers.
+        `wide`: weights, products and result in float32 whatever `dtype` is, never quantised: for routers. `head`: the
+        output head, which bears less quantising than other layers: its errors reach every logit.
         """
         ...
 

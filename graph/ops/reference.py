@@ -78,6 +78,7 @@ class ReferenceOps(ReferenceExpertOps, ReferenceLatentOps):
         bias: bool = False,
         lookup: bool = False,
         wide: bool = False,
+        head: bool = False,
     ) -> ReferenceLinear:
         return ReferenceLinear(in_features, out_parts, bias, torch.float32 if wide else self.dtype)
 

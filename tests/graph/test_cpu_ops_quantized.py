@@ -101,7 +101,9 @@ def test_c065_a_row_does_not_depend_on_its_neighbours(weights: Weights) -> None:
         assert torch.equal(layer.logits(x[:rows])[3:4], alone)
 
 
-def test_routers_and_lookups_are_not_quantised() -> None:
+def test_routers_and_lookups_are_not_quantised_and_the_head_is_int8() -> None:
     ops = CpuOps(torch.bfloat16, "int4")
+    assert ops.linear(32, [8]).weight.dtype == torch.uint8
+    assert ops.linear(32, [8], head=True).weight.dtype == torch.int8
     assert ops.linear(32, [8], wide=True).weight.dtype == torch.float32
     assert ops.linear(32, [8], lookup=True).weight.dtype == torch.bfloat16

@@ -80,7 +80,13 @@ class AscendOps:
 
     # -- weights and caches ---------------------------------------------------------------------------------------
     def linear(
-        self, in_features: int, out_parts: Sequence[int], *, bias: bool = False, lookup: bool = False
+        self,
+        in_features: int,
+        out_parts: Sequence[int],
+        *,
+        bias: bool = False,
+        lookup: bool = False,
+        head: bool = False,
     ) -> AscendLinear:
         return AscendLinear(in_features, out_parts, bias, self.dtype, self.device)
 

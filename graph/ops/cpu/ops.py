@@ -31,7 +31,9 @@ class CpuOps(ReferenceOps):
     name = "cpu"
 
     def __init__(self, dtype: torch.dtype, weights: Weights = "auto") -> None:
-        """`weights`: how linear layers and the head are kept, quantised as they are loaded; "auto" is `dtype`.
+        """`weights`: how linear layers are kept, quantised as they are loaded; "auto" is `dtype`.
+
+        With "int4" the head is int8: in int4 it alone cost SmolLM2-135M 5% of perplexity, all other layers 0.2%.
 
         Raises ValueError on a dtype that the kernels do not have, RuntimeError without a C++ compiler."""
         if dtype not in (torch.float32, torch.bfloat16):
@@ -50,12 +52,14 @@ class CpuOps(ReferenceOps):
         bias: bool = False,
         lookup: bool = False,
         wide: bool = False,
+        head: bool = False,
     ) -> CpuLinear | ReferenceLinear:
         if lookup:
             return super().linear(in_features, out_parts, bias=bias, lookup=True, wide=wide)
         if wide:
             return CpuLinear(in_features, out_parts, bias, torch.float32, self._arena)
-        return CpuLinear(in_features, out_parts, bias, self.dtype, self._arena, self._kept)
+        kept = torch.int8 if head and self._kept == torch.uint8 else self._kept
+        return CpuLinear(in_features, out_parts, bias, self.dtype, self._arena, kept)
 
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
