@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from .ascend_passes import tidy
+
 
 @dataclass(frozen=True)
 class Options:
@@ -36,6 +38,7 @@ def compiler_config(options: Options) -> Any:
         config.experimental_config.frozen_parameter = options.frozen_parameter
         config.experimental_config.tiling_schedule_optimize = options.tiling_on_device
         config.experimental_config.topology_sorting_strategy = options.sorting
+    config.post_grad_custom_pre_pass = tidy
     for name, value in options.torchair.items():
         owner, *path = config, *name.split(".")
         for part in path[:-1]:

@@ -64,7 +64,7 @@ class AscendHarness(Harness):
         key = (step.phase, len(tokens))
         if key not in self.steps:
             self.steps[key] = compiled(LogitsStep(self.model, step.phase), wide=self.wide, phase=step.phase)
-        groups = [(group.slot_mapping, group.block_table) for group in step.groups]
+        groups = [(cast("slot_mapping", group.slot_mapping), group.block_table) for group in step.groups]
         fields = [step.positions, step.q_cu_len, step.kv_len, step.live, groups]
         return self.steps[key](cast("host_token", torch.tensor(tokens)), fields, caches).float()
 

@@ -74,12 +74,14 @@ def _install(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     import torch_npu
     from torchair._acl_concrete_graph import fx2acl_converter
     from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
+    from torchair.ge import ge_custom
     from torchair.ge._ge_graph import GeGraph
 
     concrete, captured = fx2ge_converter.GeConcreteGraph, fx2acl_converter.AclConcreteGraph
     replaced: list[tuple[Any, str, Any]] = [
         (fx2ge_converter, "initialize_graph_engine", lambda *_args, **_options: None),
         (compat_ir, "is_cann_compat", lambda *_args, **_options: ""),
+        (ge_custom._torchair, "get_registered_ir_def", lambda *_args: ("SUCCESS", [], [], [])),
         (torch_npu.npu, "get_device_name", lambda *_args: CHIP),
         (GeGraph, "load", _load),
         (GeGraph, "compile", lambda _graph: None),

@@ -19,6 +19,8 @@ _PER_STEP = {  # inputs that vary from step to step, which no graph may hold
     "ScatterNdUpdate": ("indices",),
     "KvRmsNormRopeCache": ("index",),
     "MlaPrologV3": ("cache_index",),
+    "LightningIndexer": ("actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"),
+    "SparseFlashAttention": ("actual_seq_lengths_query", "actual_seq_lengths_kv", "block_table"),
 }
 _THROUGH = frozenset({"Reshape", "Cast", "Squeeze", "Unsqueeze", "ExpandDims", "Identity", "TensorMove", "Transpose"})
 _SHAPED_BY_DATA = frozenset({"NonZero", "Where", "Unique", "UniqueWithCountsExt2", "MaskedSelect"})

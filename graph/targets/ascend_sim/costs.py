@@ -66,12 +66,21 @@ def chip_named(name: str) -> Chip:
 
 def count(graph: Graph, kv_len: int | None = None) -> list[NodeCost]:
     """The cost of every node. `kv_len`: keys that a row attends to; None: as many as its table or cache row holds."""
-    costs = []
+    costs, folded = [], _constant(graph)
     for node in graph:
-        if node.type not in SILENT:
+        if node.type not in SILENT and node.name not in folded:
             kind = "moving" if node.type in MOVING else "compute"
             costs.append(NodeCost(node, kind, _flops(graph, node, kv_len), _bytes(graph, node, kv_len)))
     return costs
+
+
+def _constant(graph: Graph) -> set[str]:
+    """Nodes that depend on constants alone: worked out once, when the device takes the graph."""
+    found: set[str] = set()
+    for node in graph:
+        if node.type == "Const" or (node.inputs and all(edge.node in found for edge in node.inputs.values())):
+            found.add(node.name)
+    return found
 
 
 def by_layer(costs: Sequence[NodeCost]) -> Mapping[int | None, Counter[str]]:
@@ -127,12 +136,28 @@ def _bytes(graph: Graph, node: Node, kv_len: int | None) -> float:
         caches = frozenset(in_place.values())
         written = _input_bytes(graph, node, caches)
         return 2 * written + _output_bytes(node, frozenset(in_place))
-    if node.type == "GroupedMatmul":
-        return _input_bytes(graph, node) + _output_bytes(node)
+    if node.type == "GroupedMatmul":  # each expert's matrix is read once, if anybody visits it
+        experts, rows = shape_of(graph, node, "weight0")[0], shape_of(graph, node, "x0")[0]
+        unread = _size_of(graph, node, "weight0") * max(0, experts - rows) / experts
+        return _input_bytes(graph, node) + _output_bytes(node) - unread
+    if node.type in _SPARSE:
+        keys = _keys(graph, node, kv_len) * _rows(graph, node, _SPARSE[node.type])
+        if node.type == "SparseFlashAttention":
+            keys = min(keys, prod(shape_of(graph, node, "sparse_indices")))
+        sizes = [shape_of(graph, node, name)[-1] for name in ("key", "key_rope") if name in node.inputs]
+        return 2.0 * keys * sum(sizes) + _input_bytes(graph, node, _SPARSE_KEYS) + _output_bytes(node)
     return _input_bytes(graph, node) + _output_bytes(node)
 
 
 _KEYS = frozenset({"key0", "value0", "key_rope", "atten_mask"})
+_SPARSE_KEYS = frozenset({"key", "value", "key_rope"})
+_SPARSE = {"LightningIndexer": "actual_seq_lengths_key", "SparseFlashAttention": "actual_seq_lengths_kv"}
+
+
+def _size_of(graph: Graph, node: Node, name: str) -> int:
+    edge = node.inputs[name]
+    out = graph.producer(edge).outputs[edge.index]
+    return prod(out.shape or ()) * (out.dtype.itemsize if out.dtype else 0)
 
 
 def _flops(graph: Graph, node: Node, kv_len: int | None) -> float:
@@ -149,6 +174,12 @@ def _flops(graph: Graph, node: Node, kv_len: int | None) -> float:
     if node.type == "FusedInferAttentionScore":
         query, _ = _attention_sizes(graph, node)
         return 2.0 * _queries(graph, node) * _keys(graph, node, kv_len) * query
+    if node.type in _SPARSE:
+        asked, keys = shape_of(graph, node, "query"), _keys(graph, node, kv_len)
+        if node.type == "LightningIndexer":
+            return 2.0 * prod(asked) * keys
+        keys = min(keys, shape_of(graph, node, "sparse_indices")[-1])
+        return 2.0 * prod(asked[:-1]) * keys * (2 * asked[-1] + shape_of(graph, node, "query_rope")[-1])
     if node.type in IN_PLACE or node.type in MOVING:
         return 0.0
     return float(sum(prod(out.shape) for out in node.outputs if out.shape is not None))
@@ -175,8 +206,8 @@ def _queries(graph: Graph, node: Node) -> int:
     return query[layout.index("T")] if "T" in layout else query[0] * query[layout.index("S")]
 
 
-def _rows(graph: Graph, node: Node) -> int:
-    lengths = shape_of(graph, node, "actual_seq_lengths_kv")
+def _rows(graph: Graph, node: Node, name: str = "actual_seq_lengths_kv") -> int:
+    lengths = shape_of(graph, node, name)
     return lengths[0] if lengths else 1
 
 
@@ -185,6 +216,7 @@ def _keys(graph: Graph, node: Node, kv_len: int | None) -> int:
         return kv_len
     table = shape_of(graph, node, "block_table")
     if table:
-        return table[-1] * int(node.attrs["block_size"])
+        block = node.attrs.get("block_size") or shape_of(graph, node, "key")[1]
+        return table[-1] * int(block)
     key = shape_of(graph, node, "key0")
     return key[1] if len(key) > 1 else 0

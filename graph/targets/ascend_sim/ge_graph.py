@@ -30,6 +30,7 @@ _DTYPES = {
     "DT_INT32": torch.int32,
     "DT_INT64": torch.int64,
     "DT_BOOL": torch.bool,
+    "DT_UINT64": torch.uint64,
 }
 # In the numbering of an attribute that names a dtype (Cast's dst_type), which is not the numbering of a descriptor.
 _ATTRIBUTE_DTYPES = {
@@ -41,6 +42,7 @@ _ATTRIBUTE_DTYPES = {
     6: torch.int16,
     9: torch.int64,
     11: torch.float64,
+    10: torch.uint64,
     12: torch.bool,
     27: torch.bfloat16,
 }

@@ -24,7 +24,7 @@ HALF = (torch.bfloat16, torch.float16)
 Result = Tensor | tuple[Tensor | None, ...]
 Kernel = Callable[["Call"], Result]
 _KERNELS: dict[str, Kernel] = {}
-_FAMILIES = ("nodes_basic", "nodes_shape", "nodes_matrix", "nodes_attention", "nodes_cache", "nodes_mla", "nodes_moe")
+_FAMILIES = ("basic", "shape", "matrix", "attention", "cache", "mla", "moe", "sparse")
 F = TypeVar("F", bound=Kernel)
 
 
@@ -75,8 +75,11 @@ class Call:
         return torch.float32 if self.wide and dtype in HALF else dtype
 
     def only(self, *names: str) -> None:
-        """Refuse the optional inputs named: given, they would mean what this interpreter does not model."""
-        given = [name for name in names if name in self._values]
+        """Refuse the optional inputs named: given, they would mean what this interpreter does not model.
+
+        Empty tensors stand for lists that were not given.
+        """
+        given = [name for name in names if name in self._values and self._values[name].numel()]
         if given:
             raise UnknownNodeError(f"{self.node}: input {given[0]!r} is not modelled by the interpreter")
 
@@ -106,7 +109,7 @@ def node(*types: str) -> Callable[[F], F]:
 def known_nodes() -> frozenset[str]:
     """The node types that can be executed."""
     for family in _FAMILIES:
-        import_module(f".{family}", __package__)
+        import_module(f".nodes_{family}", __package__)
     return frozenset(_KERNELS) | {"Data", "RefData", "NetOutput"}
 
 

@@ -67,6 +67,23 @@ def add_rms_norm(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return result.to(x1.dtype), rstd, total
 
 
+@node("AddRmsNormCast")
+def add_rms_norm_cast(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rounded norm twice: once in float32."""
+    result, rstd, total = add_rms_norm(call)
+    return result.float(), result, rstd, total
+
+
+@node("LayerNormV4")
+def layer_norm(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    x, axes = call["x"].float(), list(range(-len(call.numbers("normalized_shape")), 0))
+    mean = x.mean(axes, keepdim=True)
+    rstd = torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + call.attr("epsilon"))
+    result = (x - mean) * rstd * call["gamma"].float() + call["beta"].float()
+    statistic = call.dtype(call["x"].dtype)
+    return result.to(call["x"].dtype), mean.to(statistic), rstd.to(statistic)
+
+
 def rotated(x: Tensor, interleaved: bool) -> Tensor:
     """The vector that sin multiplies: (-x2, x1) of the halves, or of each pair of neighbours."""
     if interleaved:

@@ -1,6 +1,6 @@
 """Nodes of an expert layer: choose experts, sort tokens by expert, multiply group by group, bring the results back.
 
-Sources: the vendor's pages of npu_moe_gating_top_k, npu_moe_gating_top_k_softmax_v2, npu_moe_init_routing_v2,
+Sources: the vendor's pages of npu_moe_gating_top_k, npu_moe_gating_top_k_softmax, npu_moe_init_routing_v2,
 npu_grouped_matmul and npu_moe_finalize_routing, without quantisation and without dropping. Rows that the pages leave
 open (behind the last routed token) hold NaN here, so that whoever reads them is seen.
 """
@@ -48,14 +48,14 @@ def moe_gating_top_k(call: Call) -> tuple[Tensor | None, ...]:
     return weights.to(call["x"].dtype), chosen.int(), scores if call.attr("out_flag") else None
 
 
-@node("MoeGatingTopKSoftmaxV2")
-def moe_gating_top_k_softmax(call: Call) -> tuple[Tensor | None, ...]:
+@node("MoeGatingTopKSoftmax")
+def moe_gating_top_k_softmax(call: Call) -> tuple[Tensor, ...]:
     call.only("finished")
     x = call["x"].float()
     scores = torch.softmax(x, -1)
     chosen = _largest(x, call.attr("k"))
-    weights = torch.softmax(x.gather(-1, chosen), -1) if call.attr("renorm") else scores.gather(-1, chosen)
-    return weights.to(call["x"].dtype), chosen.int(), None
+    rows = torch.arange(chosen.numel(), dtype=torch.int32).view(*chosen.shape[::-1]).mT  # for two axes
+    return scores.gather(-1, chosen).to(call["x"].dtype), chosen.int(), rows
 
 
 @node("MoeInitRoutingV3")
@@ -89,7 +89,7 @@ def moe_init_routing(call: Call) -> tuple[Tensor | None, ...]:
 def grouped_matmul(call: Call) -> Tensor:
     call.only("per_token_scale", "scale0", "offset0", "antiquant_scale0", "antiquant_offset0")
     call.expect(group_type=0)
-    x, weight, bias = call.many("x"), call.many("weight"), call.many("bias")
+    x, weight, bias = call.many("x"), call.many("weight"), [one for one in call.many("bias") if one.numel()]
     if len(x) != 1 or len(weight) != 1 or call.attr("split_item") not in (2, 3):
         raise call.refuse("one x, one weight [experts, in, out] and one output (split_item 2 or 3) are modelled")
     matrices = weight[0].mT if call.attr("transpose_weight") else weight[0]
