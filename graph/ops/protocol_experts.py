@@ -53,7 +53,8 @@ class Experts(Protocol):
     ) -> Tensor:
         """[T, C] -> [T, C]: the mix of each token's experts, with weights [T, K] float32 and expert_ids [T, K] int32.
 
-        A token whose `live` [T] is False visits none and mixes 0. `shared` [T, C] is added to the mix.
+        A token whose `live` [T] is False makes no expert be read for it, and its mix means nothing (the reference gives
+        0). `shared` [T, C] is added to the mix.
         """
         ...
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from ascend_models import AscendHarness, folder
+from ascend_models import AscendHarness, folder, rounded, walk
 from harness import Harness
 
 from airdecode.graph.ops.ascend.ops import AscendOps
@@ -27,20 +26,6 @@ def checkpoint(request: pytest.FixtureRequest) -> Any:
     return folder(request.param, **FAMILIES[request.param])
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 97), k=count)
-
-
-def walk(harness: Any) -> torch.Tensor:
-    """A packed prompt of three rows, then 20 decode steps that cross block borders, one row idle."""
-    rows = {0: tokens(30, 0), 1: tokens(40, 1), 3: tokens(26, 2)}
-    start = {0: 7, 1: 16, 3: 5}
-    seen = list(harness.prefill({row: ids[: start[row]] for row, ids in rows.items()}, bucket=32).values())
-    for step in range(20):
-        seen += [one[None] for one in harness.decode({r: ids[start[r] + step] for r, ids in rows.items()}).values()]
-    return torch.cat(seen)
-
-
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_float32_evaluation_equals_the_reference(checkpoint: Any, contiguous: bool) -> None:
     options: dict[str, Any] = {"block_size": 16, "max_len": MAX_LEN, "contiguous": contiguous}
@@ -48,14 +33,6 @@ def test_float32_evaluation_equals_the_reference(checkpoint: Any, contiguous: bo
     harness = AscendHarness(load_model(checkpoint, AscendOps(torch.float32), MAX_LEN)[0], **options)
     torch.testing.assert_close(walk(harness), wanted, atol=1e-4, rtol=0)
     assert all(len(step.graphs) == 1 for step in harness.steps.values()) and len(harness.steps) == 2
-
-
-def rounded(model: Any) -> Any:
-    """A float32 model whose weights and tables hold what bfloat16 can hold."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.copy_(tensor.bfloat16())
-    return model
 
 
 def test_the_bfloat16_graph_evaluated_in_float32_equals_the_reference(checkpoint: Any) -> None:

@@ -25,10 +25,10 @@ _NOPE = frozenset({128, 192})
 _RANK, _ROPE = 512, 64
 
 
-def has_prolog(hidden_size: int, q_rank: int | None, heads: LatentHeads) -> bool:
-    """Whether the fused operator before attention takes these sizes."""
+def has_prolog(dtype: torch.dtype, hidden_size: int, q_rank: int | None, heads: LatentHeads) -> bool:
+    """Whether the fused operator before attention takes this dtype and these sizes."""
     sizes = hidden_size in _HIDDEN and q_rank in _QUERY_RANKS and heads.nope in _NOPE
-    return sizes and heads.query in (1, 2, 4, 8, 16, 32, 64, 128)
+    return dtype == torch.bfloat16 and sizes and heads.query in (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class AscendLatentOps(AscendBase):
@@ -47,7 +47,7 @@ class AscendLatentOps(AscendBase):
             )
         q_size = heads.query * (heads.nope + heads.rope)
         down = [q_rank or q_size, heads.rank + heads.rope]
-        if q_rank is not None and not bias and has_prolog(hidden_size, q_rank, heads):
+        if q_rank is not None and not bias and has_prolog(self.dtype, hidden_size, q_rank, heads):
             up = ApartLinear(q_rank, [q_size], self.dtype, self.device)
             return ApartLinear(hidden_size, down, self.dtype, self.device), up
         return self.linear(hidden_size, down, bias=bias), None if q_rank is None else self.linear(q_rank, [q_size])
