@@ -33,7 +33,7 @@ from .trace import StepRecord
 class Results(NamedTuple):
     """What a step gave for its S samples."""
 
-    tokens: np.ndarray  # [S] int32
+    tokens: np.ndarray  # [S] integer
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen [S], highest [S, K], their ids [S, K]
     scores: Tensor | None  # [T, V] float32, of a scoring step
 
@@ -75,7 +75,8 @@ class Runner:
         self.device = target.open_device(scheduler.config.threads)
         self.stager = Stager(self.device, scheduler.layouts)
         self.caches = self._make_caches()
-        self.seat_tokens = self._make((2 * self._max_rows,), torch.int32)
+        token_dtype = model.ops.index_dtypes.get("host_token", torch.int32)  # as the graphs give and take tokens
+        self.seat_tokens = self._make((2 * self._max_rows,), token_dtype)
         most = max(bucket.rows for bucket in scheduler.layouts)
         self.logits = self._make((most, model.vocab_size), torch.float32)
         self._tokens_back = Returns(self.device, self.seat_tokens.nbytes)

@@ -52,7 +52,7 @@ class DecodeStep(_Step):
     phase: Phase = "decode"
 
     def forward(self, fields: list[Tensor], caches: list[LayerCache], seat_tokens: Tensor, logits: Tensor) -> None:
-        """seat_tokens [2 * max_rows] int32 and logits [B, V] float32 are written in place."""
+        """seat_tokens [2 * max_rows] and logits [B, V] float32 are written in place."""
         named, step = self._read(fields)
         token_ids = self.ops.take_tokens(seat_tokens, named["seat"], named["host_token"])
         scores = self.model.logits(self.model(token_ids, step, caches))
@@ -66,7 +66,7 @@ class PrefillStep(_Step):
     phase: Phase = "prefill"
 
     def forward(self, fields: list[Tensor], caches: list[LayerCache], seat_tokens: Tensor, logits: Tensor) -> None:
-        """seat_tokens [2 * max_rows] int32 and logits [B, V] float32 are written in place."""
+        """seat_tokens [2 * max_rows] and logits [B, V] float32 are written in place."""
         named, step = self._read(fields)
         hidden_TC = self.model(named["host_token"], step, caches)
         scores = self.model.logits(hidden_TC.index_select(0, named["logits_rows"]))
