@@ -75,9 +75,54 @@ AOTITorchError aoti_torch_cpu_air_gated_mlp(Handle x, Handle gate_up, const Hand
         with_weight<T>("down", down, down_scales, columns, width, [&](const auto& second) {
           if constexpr (std::is_same_v<decltype(first), decltype(second)>)
             gated_mlp(in.as<T>("x"), in.sizes[0], in.strides[0], first, first_bias, second, second_bias,
-                      Activation(activation), to.as<T>("out"));
+                      Gate{Activation(activation)}, to.as<T>("out"));
           else
             refuse("gate_up and down are kept in different formats");
+        });
+      });
+    });
+  });
+}
+
+AOTITorchError aoti_torch_cpu_air_experts(Handle x, Handle weights, Handle ids, Handle live, const Handle* shared,
+                                          Handle gate_up, const Handle* gate_up_scales, const Handle* gate_up_bias,
+                                          Handle down, const Handle* down_scales, const Handle* down_bias,
+                                          int64_t num_experts, int64_t width, int64_t identity, int64_t activation,
+                                          double alpha, double limit, Handle* out) {
+  return guarded([&] {
+    Array in = Array(x).expect("x", {-1, -1}, true), chosen = Array(ids).expect("ids", {in.sizes[0], -1});
+    int64_t tokens = in.sizes[0], hidden = in.sizes[1], top = chosen.sizes[1];
+    int64_t columns = (width + 31) / 32 * 64, down_columns = (hidden + 31) / 32 * 32;
+    Array to = make(out, {tokens, hidden}, in.type);
+    typed(in, [&](auto element) {
+      using T = decltype(element);
+      with_weight<T>("gate_up", gate_up, gate_up_scales, num_experts * columns, hidden, [&](auto first) {
+        with_weight<T>("down", down, down_scales, num_experts * down_columns, width, [&](auto second) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(first)>, std::decay_t<decltype(second)>>) {
+            first.columns = columns, second.columns = hidden;
+            Experts<T, std::decay_t<decltype(first)>>{
+                .x = in.as<T>("x"),
+                .tokens = tokens,
+                .stride = in.strides[0],
+                .hidden = hidden,
+                .width = width,
+                .top = top,
+                .num_experts = num_experts,
+                .identity = identity,
+                .weights = Array(weights).expect("weights", {tokens, top}).as<float>("weights"),
+                .ids = chosen.as<int32_t>("ids"),
+                .live = Array(live).expect("live", {tokens}).as<bool>("live"),
+                .shared = shared ? Array(*shared).expect("shared", {tokens, hidden}).as<T>("shared") : nullptr,
+                .gate_up = first,
+                .down = second,
+                .gate_up_bias = vector_or_null<T>("gate_up_bias", gate_up_bias, num_experts * 2 * width),
+                .down_bias = vector_or_null<T>("down_bias", down_bias, num_experts * hidden),
+                .gate = {Activation(activation), float(alpha), float(limit)},
+                .out = to.as<T>("out")}
+                .run();
+          } else {
+            refuse("gate_up and down are kept in different formats");
+          }
         });
       });
     });
@@ -226,6 +271,9 @@ const char* airdecode_last_error() { return last_error.c_str(); }
   OP(air_linear, "(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, int columns, int wide) -> Tensor") \
   OP(air_gated_mlp, "(Tensor x, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, Tensor down, " \
      "Tensor? down_scales, Tensor? down_bias, int width, int columns, int activation) -> Tensor") \
+  OP(air_experts, "(Tensor x, Tensor weights, Tensor ids, Tensor live, Tensor? shared, Tensor gate_up, " \
+     "Tensor? gate_up_scales, Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, " \
+     "int num_experts, int width, int identity, int activation, float alpha, float limit) -> Tensor") \
   OP(air_rows, "(Tensor weight, Tensor? scales, Tensor ids, int columns, int depth, int wide) -> Tensor") \
   OP(air_rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor")                                                \
   OP(air_add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")                 \

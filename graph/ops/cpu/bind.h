@@ -52,6 +52,7 @@ struct Array {
   template <class T>
   T* as(const char* name) const {
     static const int32_t wanted = std::is_same_v<T, float>     ? aoti_torch_dtype_float32()
+                                  : std::is_same_v<T, bool>    ? aoti_torch_dtype_bool()
                                   : std::is_same_v<T, int32_t> ? aoti_torch_dtype_int32()
                                                                : aoti_torch_dtype_bfloat16();
     if (type != wanted) refuse(std::string(name) + " has another dtype than the operator takes");

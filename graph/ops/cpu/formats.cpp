@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "pool.h"
-
 namespace airdecode {
 namespace {
 
@@ -138,10 +136,9 @@ void Int8::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t r
   for (int64_t i = 0; i < rows * kColumns; i += 16) store16(sums + i, load16(sums + i) * load16(scale + i % kColumns));
 }
 
-void Int4::prepare(const bf16* left, int64_t rows) {
-  if (rows > kExactRows) return;
+void Int4::prepare(const bf16* left, int64_t rows, float* to) {
   int64_t tiles = ceil_div(depth, 32);
-  float* to = scratch<float>(kTileSums, rows * tiles);
+  if (!prepared_size(rows)) return;
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const bf16* from = left_at(left, depth, row, tile);

@@ -10,6 +10,7 @@
 
 namespace airdecode {
 
+// `at(i)` is the i-th of equal matrices that lie one after the other.
 template <class T>
 struct Plain {
   using Left = T;
@@ -18,11 +19,13 @@ struct Plain {
   const T* groups;
   int64_t columns, depth;
 
-  void prepare(const T*, int64_t) {}
+  void prepare(const T*, int64_t, float*) {}
+  int64_t prepared_size(int64_t) const { return 0; }
   void sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * group_size(groups, depth) * int64_t(sizeof(T)); }
+  Plain at(int64_t i) const { return {groups + i * bytes() / int64_t(sizeof(T)), columns, depth}; }
 };
 
 struct Int8 {
@@ -33,11 +36,15 @@ struct Int8 {
   const float* scales;  // [columns, rounded up to whole groups]
   int64_t columns, depth;
 
-  void prepare(const bf16*, int64_t) {}
+  void prepare(const bf16*, int64_t, float*) {}
+  int64_t prepared_size(int64_t) const { return 0; }
   void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * 1024; }
+  Int8 at(int64_t i) const {
+    return {groups + i * bytes(), scales + i * ceil_div(columns, kColumns) * kColumns, columns, depth};
+  }
 };
 
 // Up to kExactRows rows the sums are those of the weights as they are; for more rows weights are rounded to bfloat16.
@@ -49,11 +56,14 @@ struct Int4 {
   int64_t columns, depth;
   const float* left_sums = nullptr;  // [rows, tiles]: sums of the left side's tiles
 
-  void prepare(const bf16* left, int64_t rows);
+  // Works out left_sums into `to`, which has room for prepared_size(rows) numbers.
+  void prepare(const bf16* left, int64_t rows, float* to);
+  int64_t prepared_size(int64_t rows) const { return rows > kExactRows ? 0 : rows * ceil_div(depth, 32); }
   void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * kRecord; }
+  Int4 at(int64_t i) const { return {groups + i * bytes(), columns, depth}; }
 };
 
 // -- one row of the matrix, for lookups: column n of the packed form

@@ -2,11 +2,10 @@
 // activations and caches. Every result depends on its own row only, and not on the number of threads.
 #pragma once
 
+#include "gate.h"
 #include "simd.h"
 
 namespace airdecode {
-
-enum class Activation : int { kSilu, kGeluTanh };
 
 // Weight is one of the formats of formats.h, with `columns` outputs and `depth` inputs. Quantised weights take
 // activations rounded to bfloat16.
@@ -18,7 +17,25 @@ void linear(const T* x, int64_t rows, int64_t stride, const Weight& weight, cons
 // out = down(act(gate) * up). gate_up's first half of columns is gate; that half is a multiple of 32.
 template <class T, class Weight>
 void gated_mlp(const T* x, int64_t rows, int64_t stride, Weight gate_up, const T* gate_up_bias, const Weight& down,
-               const T* down_bias, Activation activation, T* out);
+               const T* down_bias, Gate activation, T* out);
+
+// Each token's mix of the experts that it chose, which lie one after the other in gate_up and down; only chosen experts are
+// read. A half of gate_up is padded to whole groups of columns. Ids from num_experts on stand for x itself.
+template <class T, class Weight>
+struct Experts {
+  const T* x;  // [tokens, hidden], rows `stride` apart
+  int64_t tokens, stride, hidden, width, top, num_experts, identity;
+  const float* weights;  // [tokens, top]
+  const int32_t* ids;    // [tokens, top]
+  const bool* live;      // [tokens]
+  const T* shared;       // [tokens, hidden] or null
+  Weight gate_up, down;
+  const T *gate_up_bias, *down_bias;  // [num_experts, 2 * width], [num_experts, hidden], or null
+  Gate gate;
+  T* out;  // [tokens, hidden]
+
+  void run() const;
+};
 
 // out [count, depth]: row ids[i] of the matrix as a checkpoint has it, [columns, depth].
 template <class Weight, class Out>

@@ -82,6 +82,10 @@ def _register_shapes() -> None:
     ) -> Tensor:
         return x.new_empty(x.shape[0], columns)
 
+    @fake("airdecode::air_experts")
+    def _(x: Tensor, *rest: object) -> Tensor:
+        return x.new_empty(x.shape)
+
     @fake("airdecode::air_rows")
     def _(weight: Tensor, scales: Tensor | None, ids: Tensor, columns: int, depth: int, wide: int) -> Tensor:
         return ids.new_empty(ids.shape[0], depth, dtype=torch.float32 if wide else torch.bfloat16)

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "formats.h"
+#include "gate.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -52,7 +53,7 @@ f32x16 biased(const float* sums, const T* bias, int64_t column, int64_t count) {
 template <class Weight, class T, class Out>
 void product_to(const typename Weight::Left* left, int64_t rows, Weight weight, const T* bias, Out* out) {
   int64_t columns = weight.columns;
-  weight.prepare(left, rows);
+  weight.prepare(left, rows, scratch<float>(kTileSums, weight.prepared_size(rows)));
   product<1>(left, rows, weight, ceil_div(columns, kColumns),
              [&](int64_t group, int64_t row, int64_t count, const float* sums, int64_t) {
                for (int64_t i = 0; i < count; ++i)
@@ -60,11 +61,6 @@ void product_to(const typename Weight::Left* left, int64_t rows, Weight weight, 
                    store(out + (row + i) * columns + column,
                          biased(sums + i * kColumns + column % 32, bias, column, columns - column), columns - column);
              });
-}
-
-f32x16 activated(f32x16 x, Activation activation) {
-  f32x16 inner = activation == Activation::kSilu ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
-  return x / (1.0f + exp16(-inner));
 }
 
 }  // namespace
@@ -76,12 +72,12 @@ void linear(const T* x, int64_t rows, int64_t stride, const Weight& weight, cons
 
 template <class T, class Weight>
 void gated_mlp(const T* x, int64_t rows, int64_t stride, Weight gate_up, const T* gate_up_bias, const Weight& down,
-               const T* down_bias, Activation activation, T* out) {
+               const T* down_bias, Gate activation, T* out) {
   using Left = typename Weight::Left;
   int64_t width = gate_up.columns / 2;
   Left* hidden = scratch<Left>(kHidden, left_size(static_cast<Left*>(nullptr), rows, width));
   const Left* left = packed<Left>(x, rows, stride, gate_up.depth);
-  gate_up.prepare(left, rows);
+  gate_up.prepare(left, rows, scratch<float>(kTileSums, gate_up.prepared_size(rows)));
   product<2>(left, rows, gate_up, width / kColumns,
              [&](int64_t group, int64_t row, int64_t count, const float* sums, int64_t size) {
                for (int64_t i = 0; i < count; ++i)
@@ -89,7 +85,7 @@ void gated_mlp(const T* x, int64_t rows, int64_t stride, Weight gate_up, const T
                    int64_t column = group * 32 + j;
                    f32x16 gate = biased(sums + i * kColumns + j, gate_up_bias, column, 16);
                    f32x16 up = biased(sums + size + i * kColumns + j, gate_up_bias, width + column, 16);
-                   store16(left_at(hidden, width, row + i, group) + j, activated(gate, activation) * up);
+                   store16(left_at(hidden, width, row + i, group) + j, activation(gate, up));
                  }
              });
   product_to(static_cast<const Left*>(hidden), rows, down, down_bias, out);
@@ -105,9 +101,9 @@ void packed_rows(const Weight& weight, const int32_t* ids, int64_t count, Out* o
   });
 }
 
-#define INSTANTIATE(T, Weight)                                                                                    \
-  template void linear(const T*, int64_t, int64_t, const Weight&, const T*, T*);                                  \
-  template void gated_mlp(const T*, int64_t, int64_t, Weight, const T*, const Weight&, const T*, Activation, T*); \
+#define INSTANTIATE(T, Weight)                                                                              \
+  template void linear(const T*, int64_t, int64_t, const Weight&, const T*, T*);                            \
+  template void gated_mlp(const T*, int64_t, int64_t, Weight, const T*, const Weight&, const T*, Gate, T*); \
   template void packed_rows(const Weight&, const int32_t*, int64_t, T*);
 INSTANTIATE(float, Plain<float>)
 INSTANTIATE(float, Int8)

@@ -16,13 +16,14 @@ from torch.nn import functional
 from ....configs.engine import Weights
 from ...inputs import StepInputs
 from ..protocol import Activation, Heads, LayerCache, Rotary
+from ..protocol_experts import ClampedSwiglu
 from ..reference import ReferenceLinear, ReferenceOps
 from . import library
+from .experts import ACTIVATIONS, CpuExperts
 from .linear import CpuLinear
 from .memory import Arena
 
 _KEPT: Mapping[Weights, torch.dtype | None] = MappingProxyType({"auto": None, "int8": torch.int8, "int4": torch.uint8})
-_ACTIVATIONS: Mapping[Activation, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
 
 
 class CpuOps(ReferenceOps):
@@ -61,6 +62,28 @@ class CpuOps(ReferenceOps):
         kept = torch.int8 if head and self._kept == torch.uint8 else self._kept
         return CpuLinear(in_features, out_parts, bias, self.dtype, self._arena, kept)
 
+    def experts(  # type: ignore[override]
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        activation: str | ClampedSwiglu = "silu",
+        *,
+        bias: bool = False,
+        identity: int = 0,
+    ) -> CpuExperts:
+        return CpuExperts(
+            num_experts,
+            hidden_size,
+            width,
+            activation,
+            bias=bias,
+            identity=identity,
+            dtype=self.dtype,
+            kept=self._kept or self.dtype,
+            arena=self._arena,
+        )
+
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.ops.airdecode.air_rms_norm(x, weight, eps)
@@ -86,7 +109,7 @@ class CpuOps(ReferenceOps):
             down.bias,
             width,
             down.out_features,
-            _ACTIVATIONS[activation],
+            ACTIVATIONS[activation],
         )
 
     def argmax(self, logits: Tensor) -> Tensor:
