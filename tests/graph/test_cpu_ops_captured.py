@@ -14,6 +14,7 @@ from airdecode.graph.inputs import GroupInputs, StepInputs
 from airdecode.graph.ops.cpu import library
 from airdecode.graph.ops.cpu.ops import CpuOps
 from airdecode.graph.ops.protocol import Heads, Rotary
+from airdecode.graph.ops.protocol_experts import Routing
 from airdecode.graph.targets.cpu import CpuTarget
 
 HEADS = Heads(query=4, kv=2, dim=32)
@@ -30,11 +31,16 @@ class Layer(nn.Module):
         self.out = self.ops.linear(128, [DEPTH])
         self.gate_up = self.ops.linear(DEPTH, [WIDTH, WIDTH])
         self.down = self.ops.linear(WIDTH, [DEPTH])
-        self.head = self.ops.linear(DEPTH, [70])
+        self.head = self.ops.linear(DEPTH, [70], head=True)
+        self.router = self.ops.linear(DEPTH, [4], wide=True)
+        self.experts = self.ops.experts(4, DEPTH, WIDTH)
         vectors = {"norm": DEPTH, "q_norm": 32, "sinks": HEADS.query}
         for name, size in vectors.items():
             self.register_parameter(name, nn.Parameter(torch.rand(size).to(dtype), requires_grad=False))
-        for layer in (self.qkv, self.out, self.gate_up, self.down, self.head):
+        for expert in range(4):
+            self.experts.load_gate_up(expert, torch.randn(WIDTH, DEPTH) * 0.2, torch.randn(WIDTH, DEPTH) * 0.2)
+            self.experts.load_down(expert, torch.randn(DEPTH, WIDTH) * 0.2)
+        for layer in (self.qkv, self.out, self.gate_up, self.down, self.head, self.router):
             biases = [torch.randn(n).to(dtype) for n in layer.out_parts] if layer.bias is not None else []
             layer.load([torch.randn(n, layer.in_features).to(dtype) * 0.2 for n in layer.out_parts], biases)
 
@@ -51,7 +57,8 @@ class Layer(nn.Module):
         )
         x = self.out(self.ops.attention(q, caches, step, 0, heads=HEADS, scale=0.2, window=5, sinks=self.sinks))
         x, residual = self.ops.add_rms_norm(x, residual, self.norm, 1e-5)
-        x = self.ops.gated_mlp(x, self.gate_up, self.down) + residual
+        weights, chosen = self.ops.route(self.router(x), Routing(top_k=2))
+        x = self.experts(x, weights, chosen, step.live, self.ops.gated_mlp(x, self.gate_up, self.down)) + residual
         logits = self.head.logits(x)
         out.copy_(logits)
         token.copy_(self.ops.argmax(logits))
@@ -97,7 +104,7 @@ def test_a_captured_layer_gives_the_eager_bits(
 def test_every_operator_has_a_direct_entry() -> None:
     loaded = library.load()
     shims = library.c_shims()
-    assert len(shims) >= 8
+    assert len(shims) >= 9
     for operator, (declaration,) in shims.items():
         name = f"aoti_torch_cpu_{operator._schema.name.removeprefix('airdecode::')}"
         assert name in declaration and hasattr(loaded, name)
