@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     from .bench.command import add_arguments as add_bench
     from .evaluate import add_arguments as add_eval
     from .evaluate import main_eval
+    from .inspect import add_arguments as add_inspect
     from .plan import add_arguments as add_plan
     from .plan import main_plan
 
@@ -87,11 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         "  airdecode inspect my_script.py:function   (example_inputs beside it)\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    inspect.add_argument("function", nargs="?", metavar="FILE.py:FUNCTION", help="a function of your own")
+    add_inspect(inspect)
     _add_engine(inspect)
-    inspect.add_argument("--graph", choices=["decode", "prefill"], default="decode", help="(default: %(default)s)")
-    inspect.add_argument("--bucket", type=int, default=1, help="rows, or packed tokens (default: %(default)s)")
-    inspect.add_argument("--out", metavar="DIR", help="also write JSON, the GE text, the FX code and a page to look at")
     inspect.set_defaults(run=_inspect)
     host = commands.add_parser("bench-host", help="measure planning and staging alone, with no device work")
     host.add_argument("--rows", default="1,8,64,256,1024", help="(default: %(default)s)")
@@ -240,21 +238,9 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    """Exit status 1 where a finding is an error."""
-    from .inspect import inspect_function, inspect_model
+    from .inspect import main_inspect
 
-    if arguments.target not in (None, "ascend-sim"):
-        raise ValueError(f"--target is {arguments.target}; graphs are inspected on ascend-sim, which runs anywhere")
-    if arguments.function:
-        report = inspect_function(arguments.function)
-    else:
-        model, config = engine_options(arguments)
-        report = inspect_model(model, graph=arguments.graph, bucket=arguments.bucket, config=config, say=say)
-    print(report.as_text())
-    if arguments.out:
-        for file in report.write(Path(arguments.out)):
-            print(f"written: {file}")
-    return 0 if report.ok else 1
+    return main_inspect(arguments, engine_options, say)
 
 
 def _bench_host(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,9 @@ name, one tuple a call: several calls with different values show whether one gra
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..configs.engine import EngineConfig
 from ..graph.static_graph import CaptureError
-from ..graph.targets import make_target
 from ..host.scheduler import Scheduler
 from ..models.checkpoint import Checkpoint
 from ..models.registry import model_class
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..graph.targets.ascend_sim.report import Report
 
 DEFAULT_CHIP = "atlas-a2-313t"
+Say = Callable[[str], None]
 
 
 def inspect_model(
@@ -38,24 +40,20 @@ def inspect_model(
     config: EngineConfig | None = None,
     chip: str = DEFAULT_CHIP,
     kv_len: int | None = None,
-    say: Callable[[str], None] = lambda _message: None,
+    say: Say = lambda _message: None,
 ) -> Report:
-    """The graph of one step: `graph` is "decode" with `bucket` rows, or "prefill" with `bucket` packed tokens.
+    """The graph of one step on `config.target`, ascend-sim or cpu.
 
-    Raises ValueError naming what is wrong with the model, the bucket or the chip.
+    `graph` is "decode" with `bucket` rows, or "prefill" with `bucket` packed tokens. `kv_len`: keys that a row attends
+    to, for the costs. Raises ValueError naming what is wrong with the model, the bucket or the chip.
     """
-    from ..graph.targets.ascend_sim.report import make_report
-    from ..graph.targets.ascend_sim.target import AscendSimTarget
-
     if graph not in ("decode", "prefill"):
         raise ValueError(f"graph is {graph!r}; there are 'decode' and 'prefill'")
     if bucket < 1:
         raise ValueError(f"bucket is {bucket}; it must be at least 1")
-    settings = (config or EngineConfig()).replace(target="ascend-sim", **_one_bucket(graph, bucket))
+    settings = (config or EngineConfig(target="ascend-sim")).replace(**_one_bucket(graph, bucket))
     checkpoint = Checkpoint(hub.resolve(model, say))
-    target = make_target("ascend-sim", None)
-    assert isinstance(target, AscendSimTarget)
-    target.refuse = False
+    target, report = _target(settings.target, chip, kv_len)
     ops = make_ops(settings, target, checkpoint)
     max_model_len = max_len_of(settings, checkpoint)
     built = model_class(checkpoint.architecture).from_checkpoint_config(checkpoint.config, ops, max_model_len)
@@ -66,7 +64,7 @@ def inspect_model(
         chosen = next(one for one in scheduler.layouts if (one.phase, one.tokens) == (graph, bucket))
         with suppress(CaptureError):  # the findings say why
             runner._graph(graph, chosen)
-        return make_report(next(iter(target.captured.values())), chip=chip, kv_len=kv_len)
+        return report()
     finally:
         runner.close()
 
@@ -116,6 +114,61 @@ def inspect_callable(
     return make_report(compiled, chip=chip, kv_len=kv_len)
 
 
+# -- the command ------------------------------------------------------------------------------------------------------
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `airdecode inspect` takes beside the options of an engine."""
+    parser.add_argument("function", nargs="?", metavar="my_script.py:function", help="a function of your own")
+    parser.add_argument("--graph", choices=["decode", "prefill"], default="decode", help="(default: %(default)s)")
+    parser.add_argument("--bucket", type=int, default=1, help="rows of decode, packed tokens of prefill (default: 1)")
+    parser.add_argument("--chip", default=DEFAULT_CHIP, help="whose peak gives a step's floor (default: %(default)s)")
+    parser.add_argument("--kv-len", type=int, help="keys that a row attends to (default: all that its table holds)")
+    parser.add_argument("--out", metavar="DIR", help="write the report, GE text, FX code and an HTML page there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def main_inspect(
+    arguments: argparse.Namespace, options: Callable[[argparse.Namespace], tuple[str, EngineConfig]], say: Say
+) -> int:
+    """Run the command. The exit status is 1 where a finding is an error."""
+    if arguments.function is not None:
+        report = inspect_function(arguments.function, chip=arguments.chip, kv_len=arguments.kv_len)
+    else:
+        arguments.target = arguments.target or "ascend-sim"
+        model, config = options(arguments)
+        report = inspect_model(
+            model,
+            graph=arguments.graph,
+            bucket=arguments.bucket,
+            config=config,
+            chip=arguments.chip,
+            kv_len=arguments.kv_len,
+            say=say,
+        )
+    print(json.dumps(report.as_dict(), indent=1) if arguments.json else report.as_text())
+    if arguments.out:
+        files = report.write(Path(arguments.out))
+        say("wrote " + ", ".join(map(str, files)) + "\n")
+    return 0 if report.ok else 1
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+def _target(name: str, chip: str, kv_len: int | None) -> tuple[Any, Callable[[], Report]]:
+    """A target that captures without running, and what tells of its one graph."""
+    if name == "cpu":
+        from ..graph.targets.exported import ExportTarget
+
+        exported = ExportTarget()
+        return exported, lambda: next(iter(exported.reports.values()))
+    if name != "ascend-sim":
+        raise ValueError(f"target {name!r} cannot be inspected; use ascend-sim or cpu")
+    from ..graph.targets.ascend_sim.report import make_report
+    from ..graph.targets.ascend_sim.target import AscendSimTarget
+
+    simulated = AscendSimTarget()
+    simulated.refuse = False
+    return simulated, lambda: make_report(next(iter(simulated.captured.values())), chip=chip, kv_len=kv_len)
+
+
 def _one_bucket(graph: str, bucket: int) -> Mapping[str, Any]:
     if graph == "decode":
         return {"decode_buckets": (bucket,), "max_rows": bucket}
@@ -129,9 +182,10 @@ def _numpy(dtype: Any) -> Any:
 
 
 def _load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"inspected {path.stem}"  # a name that no import can mean
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -60,3 +60,12 @@ def fixed(inputs: Any) -> Any:
         return nn.Parameter(tensor, requires_grad=False) if isinstance(tensor, torch.Tensor) else tensor
 
     return tree_map(as_parameter, inputs)
+
+
+def fix_buffers(module: nn.Module) -> None:
+    """Make parameters of a module's buffers (rotary tables, fixed block tables), for the same reason."""
+    for part in module.modules():
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None:
+                del part._buffers[name]
+                part.register_parameter(name, nn.Parameter(buffer, requires_grad=False))

@@ -43,7 +43,8 @@ def page(report: Report) -> str:
 
 def _headline(data: dict[str, Any]) -> str:
     verdict = "No errors" if data["ok"] else "Errors"
-    return f"{verdict}; {data['graphs']} graph(s); floor of a step on {data['chip']}: {data['floor_us']:.1f} µs"
+    text = f"{verdict}; {data['graphs']} graph{'' if data['graphs'] == 1 else 's'}"
+    return text if data["floor_us"] is None else f"{text}; floor of a step on {data['chip']}: {data['floor_us']:.1f} µs"
 
 
 def _others(layers: Sequence[int | None]) -> str:
@@ -70,6 +71,8 @@ def _cell(value: Any) -> str:
 
 
 def _operators(data: dict[str, Any]) -> str:
+    if data["floor_us"] is None:
+        return _table(["operator", "count"], [[row["type"], row["count"]] for row in data["operators"]])
     rows = [
         [row["type"], row["count"], row["flops"] / 1e6, row["bytes"] / 1e3, row["floor_us"]]
         for row in data["operators"]

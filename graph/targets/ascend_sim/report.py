@@ -30,7 +30,7 @@ class Report:
     graph: Graph | None  # None: no graph was made, the findings say why
     findings: tuple[Finding, ...]
     costs: tuple[NodeCost, ...]
-    chip_name: str
+    chip_name: str | None  # whose peak gives the floor; None: nothing is said of time
     kv_len: int | None
     fx_code: str
     graphs_made: int
@@ -42,9 +42,9 @@ class Report:
         return not any(one.level == "error" for one in self.findings)
 
     @property
-    def chip(self) -> Chip:
+    def chip(self) -> Chip | None:
         """The chip whose peak gives the floor."""
-        return chip_named(self.chip_name)
+        return None if self.chip_name is None else chip_named(self.chip_name)
 
     def layers(self) -> list[tuple[list[int | None], Counter[str]]]:
         """Operators of each layer, layers with the same operators folded together, in order."""
@@ -63,18 +63,20 @@ class Report:
     def operators(self) -> list[dict[str, Any]]:
         """For each node type: how many, floating-point operations, bytes, microseconds at the chip's peak."""
         rows: dict[str, dict[str, Any]] = {}
+        chip = self.chip
         for cost in self.costs:
             row = rows.setdefault(cost.node.type, {"type": cost.node.type, "kind": cost.kind, "count": 0, "flops": 0.0})
             row["count"] += 1
             row["flops"] += cost.flops
             row["bytes"] = row.get("bytes", 0.0) + cost.nbytes
-            row["floor_us"] = row.get("floor_us", 0.0) + 1e6 * cost.seconds(self.chip)
-        return sorted(rows.values(), key=lambda row: -row["floor_us"])
+            row["floor_us"] = row.get("floor_us", 0.0) + (0.0 if chip is None else 1e6 * cost.seconds(chip))
+        return sorted(rows.values(), key=lambda row: (-row["floor_us"], -row["count"]))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         inputs = self.graph.inputs if self.graph else ()
-        unknown = sorted({node.type for node in self.graph or ()} - known_nodes())
+        chip = self.chip
+        unknown = [] if chip is None else sorted({node.type for node in self.graph or ()} - known_nodes())
         return {
             "name": self.name,
             "target": self.target,
@@ -100,7 +102,7 @@ class Report:
             "not_interpreted": unknown,
             "chip": self.chip_name,
             "kv_len": self.kv_len,
-            "floor_us": 1e6 * floor_seconds(self.costs, self.chip),
+            "floor_us": None if chip is None else 1e6 * floor_seconds(self.costs, chip),
             "flops": sum(cost.flops for cost in self.costs),
             "bytes": sum(cost.nbytes for cost in self.costs),
         }
@@ -116,11 +118,7 @@ class Report:
         kinds = Counter(one["address"] for one in data["inputs"])
         lines += ["", "inputs: " + ", ".join(f"{number} {kind}" for kind, number in kinds.items())]
         lines += _input_lines(data["inputs"])
-        lines += ["", f"operators: {_si(data['flops'])}FLOP, {_si(data['bytes'])}B"]
-        lines += [f"floor of a step on {self.chip_name}: {data['floor_us']:.1f} us"]
-        for row in data["operators"]:
-            flops, moved = _si(row["flops"]), _si(row["bytes"])
-            lines.append(f"  {row['count']:4} {row['type']:26} {flops:>9}FLOP {moved:>9}B  {row['floor_us']:.2f} us")
+        lines += ["", *_operator_lines(data)]
         lines += ["", "layers"]
         for row in data["layers"]:
             types = ", ".join(f"{number} {kind}" for kind, number in sorted(row["types"].items()))
@@ -134,14 +132,14 @@ class Report:
         return "\n".join(_node_line(node) for node in self.graph or ())
 
     def write(self, folder: Path) -> list[Path]:
-        """Write report.txt, report.json, graph.ge.txt, graph.fx.py and report.html; returns their paths."""
+        """Write the report as text, JSON and HTML, the graph as text and as FX code; returns their paths."""
         from .page import page
 
         folder.mkdir(parents=True, exist_ok=True)
         contents = {
             "report.txt": self.as_text(),
             "report.json": json.dumps(self.as_dict(), indent=1),
-            "graph.ge.txt": self.ge_text(),
+            f"graph.{'export' if self.target == 'cpu' else 'ge'}.txt": self.ge_text(),
             "graph.fx.py": self.fx_code,
             "report.html": page(self),
         }
@@ -177,6 +175,17 @@ def _too_many(compiled: Compiled, made: int) -> Finding:
         f"{made} graphs over {sum(one.runs for one in compiled.graphs)} calls; the first difference: {changed}",
         "hand over as a tensor whatever changes from call to call",
     )
+
+
+def _operator_lines(data: Mapping[str, Any]) -> list[str]:
+    if data["floor_us"] is None:
+        return ["operators", *(f"  {row['count']:4} {row['type']}" for row in data["operators"])]
+    lines = [f"operators: {_si(data['flops'])}FLOP, {_si(data['bytes'])}B"]
+    lines.append(f"floor of a step on {data['chip']}: {data['floor_us']:.1f} us")
+    for row in data["operators"]:
+        flops, moved = _si(row["flops"]), _si(row["bytes"])
+        lines.append(f"  {row['count']:4} {row['type']:26} {flops:>9}FLOP {moved:>9}B  {row['floor_us']:.2f} us")
+    return lines
 
 
 def _input_lines(inputs: Sequence[Mapping[str, Any]]) -> list[str]:

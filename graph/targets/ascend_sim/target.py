@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ....host.staging import CpuDevice, Device
 from ...ops.ascend.ops import AscendOps
 from ...static_graph import CaptureError, Inputs, StaticGraph, capture_eagerly, flat_tensors
-from ..ascend_options import fixed
+from ..ascend_options import fix_buffers, fixed
 from ..findings import Finding
 from .checks import check
 from .compile import Compiled, compile_function
@@ -61,6 +61,7 @@ class AscendSimTarget:
         if phase is None:
             return capture_eagerly(name, module, inputs)
         start = time.perf_counter()
+        fix_buffers(module)
         flat = flat_tensors(inputs)
         seen: list[Sequence[Tensor]] = []
 
@@ -103,7 +104,7 @@ def _bound_kinds(graph: Graph, given: Sequence[Tensor], weights: set[int]) -> Gr
 
 def _labels(graph: Graph, given: Sequence[Tensor], module: nn.Module, inputs: Inputs) -> dict[str, str]:
     """What each input of the graph is to the engine, by its name in the graph."""
-    known = {tensor.data_ptr(): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    known = {tensor.data_ptr(): name for name, tensor in module.named_parameters()}
     fields, caches = inputs[0], inputs[1]
     assert isinstance(fields, list) and isinstance(caches, list)
     known |= {field.data_ptr(): name for name, field in zip(module.names, fields, strict=True)}  # type: ignore[arg-type]
@@ -128,8 +129,8 @@ def _allowed(findings: Sequence[Finding], module: nn.Module) -> list[Finding]:
 def _bound(
     name: str, interpreter: Interpreter, given: Sequence[Tensor], module: nn.Module, flat: Sequence[Tensor]
 ) -> Callable[[], None]:
-    """The run function on tensors that stay: those of the capture, parameters and buffers."""
-    known = {tensor.data_ptr() for tensor in (*flat, *module.parameters(), *module.buffers())}
+    """The run function on tensors that stay: those of the capture and parameters."""
+    known = {tensor.data_ptr() for tensor in (*flat, *module.parameters())}
     ops = getattr(module, "ops", None)
     known |= {ops.mask.data_ptr()} if isinstance(ops, AscendOps) else set()
     for one, tensor in zip(interpreter.graph.inputs, given, strict=True):
