@@ -161,8 +161,8 @@ class Loop:
 
     def _chunks(self, plan: StepPlan) -> list[tuple[Request, slice]]:
         """Whose prompts a prefill step computes, and which of its tokens are theirs."""
-        ends = plan.fields["q_cu_len"].tolist()
-        seats = plan.fields["seat"].tolist()
+        fields = plan.fields
+        ends, seats = fields["q_cu_len"].tolist(), fields["seat"].tolist()
         chunks = []
         for row, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if begin < min(end, plan.num_tokens):

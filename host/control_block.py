@@ -48,9 +48,10 @@ class ControlLayout:
             offset += -(-fields[-1].nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(fields), offset)
 
-    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """Each field as a view of `buffer` [nbytes] uint8."""
-        return {field.name: np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in self.fields}
+    def views(self, buffer: np.ndarray, fields: Iterable[Field] | None = None) -> dict[str, np.ndarray]:
+        """Each field, or each of some, as a view of `buffer` [nbytes] uint8."""
+        some = self.fields if fields is None else fields
+        return {field.name: np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in some}
 
     def offset(self, name: str) -> int:
         """Where a field starts; the end of the block where there is no such field."""

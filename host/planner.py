@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from .buckets import smallest
-from .control_block import ControlLayout
+from .control_block import ControlLayout, Field
 from .memory import Memory
 from .plans import Bucket, StepPlan
 from .seats import FROM_SEAT, Seats
 from .sequence import Sequence
+
+CHANGING = {"host_token", "positions", "kv_len", "slot_mapping", "block_table"}  # from one decode step to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class _Rows:
     seats: np.ndarray  # [S] intp
     place: slice | np.ndarray  # rows of the bucket that they take
     template: np.ndarray  # the block up to its tables, padding and all
+    changing: tuple[Field, ...]  # what each step writes anew
     seq_ids: np.ndarray
     prompt_len: np.ndarray
     logits_row: np.ndarray
@@ -110,6 +113,7 @@ class Planner:
             seats=rows,
             place=place,
             template=control[: layout.offset("block_table.0")].copy(),
+            changing=tuple(field for field in layout.fields if field.name.split(".")[0] in CHANGING),
             seq_ids=self._seats.seq_id.take(rows),
             prompt_len=self._seats.prompt_len.take(rows),
             logits_row=(rows if self._rows_are_seats else np.arange(count)).astype(np.int32),
@@ -123,7 +127,7 @@ class Planner:
         seats, place, after = self._seats, rows.place, positions + 1
         control = np.empty(rows.layout.nbytes, np.uint8)
         control[: rows.template.nbytes] = rows.template
-        fields = rows.layout.views(control)
+        fields = rows.layout.views(control, rows.changing)
         fields["host_token"][place] = seats.host_token.take(rows.seats)
         fields["positions"][place] = positions
         fields["kv_len"][place] = after
@@ -138,11 +142,11 @@ class Planner:
             self._park_idle_rows(rows, fields)
         seats.position[rows.seats] = after
         seats.host_token[rows.seats] = FROM_SEAT
-        return _plan(
+        return StepPlan(
             step=step,
             bucket=rows.bucket,
-            control=control,
-            fields=fields,
+            layout=rows.layout,
+            control=_frozen(control),
             seq_ids=rows.seq_ids,
             logits_row=rows.logits_row,
             seats=rows.sample_seats,
@@ -174,11 +178,11 @@ class Planner:
         fields["live"][:end] = True
         samples = [(b, seq) for b, chunk in enumerate(chunks) for seq in chunk.samples]
         known = [len_ - seq.prompt_len for len_, (_, seq) in zip(self._lengths(samples), samples, strict=True)]
-        return _plan(
+        return StepPlan(
             step=step,
             bucket=bucket,
-            control=control,
-            fields=fields,
+            layout=self._layouts[bucket],
+            control=_frozen(control),
             seq_ids=np.array([seq.seq_id for _, seq in samples], np.int64),
             logits_row=np.array([b for b, _ in samples], np.int32),
             seats=np.array([seq.seat for _, seq in samples], np.int32),
@@ -210,9 +214,7 @@ class Planner:
             fields[slot_mapping][fresh] = table[at // P].astype(np.int64) * P + at % P
 
 
-def _plan(*, control: np.ndarray, fields: Mapping[str, np.ndarray], **others: object) -> StepPlan:
-    """A plan that nobody can write to any more."""
+def _frozen(control: np.ndarray) -> np.ndarray:
+    """Nobody writes to a plan any more."""
     control.setflags(write=False)
-    for field in fields.values():
-        field.setflags(write=False)
-    return StepPlan(control=control, fields=fields, **others)  # type: ignore[arg-type]
+    return control

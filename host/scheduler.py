@@ -257,9 +257,11 @@ class Scheduler(Roster):
         if tokens.shape != plan.seq_ids.shape:
             raise ValueError(f"step {plan.step} gives {len(plan.seq_ids)} tokens, not an array of {tokens.shape}")
         flight = self._flights.popleft()
-        for b, chunk in enumerate(flight.chunks):
-            if self._seated.get(chunk.seq.seat) is chunk.seq:
-                self._index(chunk.seq, plan, b, chunk.end)
+        if self.config.prefix_cache and flight.chunks:
+            tables = self._tables(plan)
+            for b, chunk in enumerate(flight.chunks):
+                if self._seated.get(chunk.seq.seat) is chunk.seq:
+                    self._index(chunk.seq, tables, b, chunk.end)
         committed = self._accept(plan, tokens.astype(np.int32, copy=False))
         self.memory.settle(plan.step)
         self.seats.settle(plan.step)
@@ -280,10 +282,11 @@ class Scheduler(Roster):
         for seat in place[stepwise].tolist():
             self._seated[seat].committed_sample = True
         if self.config.prefix_cache and plan.bucket.phase == "decode":
-            full = (length % self.config.block_size == 0).nonzero()[0]
-            for i in full.tolist():
+            full = (length % self.config.block_size == 0).nonzero()[0].tolist()
+            tables = self._tables(plan) if full else []
+            for i in full:
                 row = int(plan.logits_row[samples[own[i]]])
-                self._index(self._seated[int(at[i])], plan, row, int(length[i]))
+                self._index(self._seated[int(at[i])], tables, row, int(length[i]))
         for seat in place[ended].tolist():
             self._end(self._seated[seat])
         return Committed(
@@ -294,11 +297,14 @@ class Scheduler(Roster):
             ended=ended,
         )
 
-    def _index(self, seq: Sequence, plan: StepPlan, row: int, num_tokens: int) -> None:
+    def _tables(self, plan: StepPlan) -> list[np.ndarray]:
+        fields = plan.fields
+        return [fields[f"block_table.{g}"] for g in range(len(self.spaces))]
+
+    def _index(self, seq: Sequence, tables: list[np.ndarray], row: int, num_tokens: int) -> None:
         """Cache entries of a sequence's first `num_tokens` are written; `row` was its row in the step."""
-        if self.config.prefix_cache:
-            tables = [plan.fields[f"block_table.{g}"][row] for g in range(len(self.spaces))]
-            self.memory.index(seq, tables, self.seats.history[seq.seat], num_tokens)
+        own = [table[row] for table in tables]
+        self.memory.index(seq, own, self.seats.history[seq.seat], num_tokens)
 
     # -- seeing it ------------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:

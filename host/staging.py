@@ -233,12 +233,14 @@ _DONE = _Done()
 class _WorkerEvent:
     """Set by the worker; carries what the work before it raised."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: _WorkerStream) -> None:
+        self._stream = stream
         self._gate = threading.Lock()  # closed until the worker comes; a tenth of the cost of threading.Event
         self._gate.acquire()
         self._error: BaseException | None = None
 
     def synchronize(self) -> None:
+        self._stream.send()
         with self._gate:
             pass
         if self._error is not None:
@@ -251,42 +253,58 @@ class _WorkerEvent:
 
 
 class _WorkerStream:
-    """Work is done by one thread, in order. After an error the rest is skipped, and every later event tells it."""
+    """Work is done by one thread, in order. After an error the rest is skipped, and every later event tells it.
+
+    Waking a thread that sleeps costs more than a small copy, so work is sent with the next graph, or when somebody
+    waits for it.
+    """
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | _WorkerEvent | None] = queue.SimpleQueue()
+        self._given: list[Callable[[], None] | _WorkerEvent] = []  # not sent yet
+        self._sent: queue.SimpleQueue[list[Callable[[], None] | _WorkerEvent] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self._work.put(partial(_copy, target, source))
+        self._given.append(partial(_copy, target, source))
 
     def run(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+        self._given.append(work)
+        self.send()
 
     def record(self) -> Event:
-        event = _WorkerEvent()
-        self._work.put(event)
+        event = _WorkerEvent(self)
+        self._given.append(event)
         return event
 
     def wait(self, event: Event) -> None:
-        if event is not _DONE:
-            self._work.put(event.synchronize)
+        assert event is _DONE, "the caller's stream has done its work when it is given"
+
+    def send(self) -> None:
+        """Let the thread have what was given. Only called by the thread that gives."""
+        if self._given:
+            self._sent.put(self._given)
+            self._given = []
 
     def close(self) -> None:
-        self._work.put(None)
+        self.send()
+        self._sent.put(None)
         self._thread.join()
 
     def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            if isinstance(item, _WorkerEvent):
-                item.set(self._error)
-            elif self._error is None:
-                try:
-                    item()
-                except BaseException as error:  # told by the next event
-                    self._error = error
+        while (items := self._sent.get()) is not None:
+            for item in items:
+                self._do(item)
+
+    def _do(self, item: Callable[[], None] | _WorkerEvent) -> None:
+        if isinstance(item, _WorkerEvent):
+            item.set(self._error)
+        elif self._error is None:
+            try:
+                item()
+            except BaseException as error:  # told by the next event
+                self._error = error
 
 
 class CpuDevice:

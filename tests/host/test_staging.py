@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from types import MappingProxyType
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,8 +62,10 @@ class StagedWorld(World):
                 inputs = {name: tensor.numpy() for name, tensor in self.stager.inputs(plan.bucket).items()}
                 for name, planned in plan.fields.items():
                     assert (inputs[name] == planned).all(), f"step {plan.step} reads another step's {name}"
-                others = {name: getattr(plan, name) for name in StepPlan.__slots__ if name != "fields"}
-                samples = self.graph.run(StepPlan(**others, fields=MappingProxyType(inputs)))
+                seen = plan.control.copy()
+                for name, field in plan.layout.views(seen).items():
+                    field[:] = inputs[name]
+                samples = self.graph.run(replace(plan, control=seen))
                 self.samples[: len(samples)] = torch.from_numpy(samples)
             except BaseException as fault:
                 self.fault = fault
