@@ -149,6 +149,7 @@ class Runner:
         return graph
 
     def _capture_step(self, kind: str, bucket: Bucket) -> StaticGraph:
+        self.stager.stagings[bucket].stage(self._scheduler.idle(bucket))  # a target may run a graph to make it
         fields = self.stager.inputs(bucket)
         tables, caches = self._fixed_tables(bucket), self._bucket_caches(bucket)
         step = {"decode": DecodeStep, "prefill": PrefillStep, "score": ScoreStep}[kind](

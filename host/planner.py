@@ -96,6 +96,18 @@ class Planner:
                 fields[f"block_table.{g}"][:] = space.null
         return block
 
+    def idle(self, bucket: Bucket) -> np.ndarray:
+        """The control block of a step that does nothing to anybody, to be run when a graph is made."""
+        control = self._idle[bucket].copy()
+        fields = self._layouts[bucket].views(control)
+        if bucket.phase == "prefill":
+            fields["q_cu_len"][-1] = fields["kv_len"][-1] = bucket.tokens
+            padding = np.arange(self._seats.num, self._seats.num + bucket.rows)
+            fields["seat"][:] = padding.clip(max=2 * self._seats.num - 1)  # one row more than there are padding seats
+        elif not self._uses_scratch:
+            self._park_idle_rows(bucket, fields)
+        return control
+
     # -- decode ---------------------------------------------------------------------------------------------------
     def bind(self, rows: np.ndarray) -> None:
         """From now on the sequences in these seats decode, in this order."""
@@ -139,7 +151,7 @@ class Planner:
                 np.take(self._memory.tables[g], rows.seats, axis=0, out=table[:count], mode="clip")
                 table[count:] = self._memory.spaces[g].null
         if not self._uses_scratch:
-            self._park_idle_rows(rows, fields)
+            self._park_idle_rows(rows.bucket, fields)
         seats.position[rows.seats] = after
         seats.host_token[rows.seats] = FROM_SEAT
         return StepPlan(
@@ -155,9 +167,9 @@ class Planner:
             copies=copies,
         )
 
-    def _park_idle_rows(self, rows: _Rows, fields: Mapping[str, np.ndarray]) -> None:
+    def _park_idle_rows(self, bucket: Bucket, fields: Mapping[str, np.ndarray]) -> None:
         """Contiguous rows always write: those that take no part do it where they will write next, free ones at 0."""
-        B = rows.bucket.rows
+        B = bucket.rows
         positions = self._seats.position[:B]
         fields["positions"][:] = positions
         for slot_mapping, _, g in self._groups:

@@ -104,6 +104,10 @@ class Scheduler(Roster):
         """Static mode: for each cache group the table [max_rows, M] int32 whose first B rows decode bucket B reads."""
         return self.memory.tables if self.config.cache == "static" else None
 
+    def idle(self, bucket: Bucket) -> np.ndarray:
+        """The control block of a step of padding alone."""
+        return self._planner.idle(bucket)
+
     @property
     def copy_pairs(self) -> int:
         """Pairs that one run of the copy graph takes (`memory.pad_copies`)."""

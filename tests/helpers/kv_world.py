@@ -89,7 +89,8 @@ class Graph:
                 else:
                     self._write(fields, t, -2, 0, 0)
         seats = fields["seat"]
-        assert len(set(seats.tolist())) == len(seats), "two rows lay their tokens into one seat"
+        owned = seats[seats < len(self.seat_tokens) // 2].tolist()
+        assert len(set(owned)) == len(owned), "two rows lay their tokens into one seat"
         self.seat_tokens[seats] = UNREADABLE
         pairs = zip(plan.seq_ids.tolist(), plan.logits_row.tolist(), strict=True)
         samples = [next_token(drawn[row], self.salts[seq_id]) for seq_id, row in pairs]
