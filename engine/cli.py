@@ -232,7 +232,8 @@ def _trace(arguments: argparse.Namespace) -> None:
     with Engine.load(model, config, progress=say) as engine:
         engine.capture()
         outputs = engine.generate([_prompt(arguments, engine)] * config.max_rows, params)
-        steps = len(engine.steps.records)
+        steps, runs = len(engine.steps.records), engine.steps.runs()
+    print("\n".join(runs))
     print(f"{len(outputs)} requests, {steps} steps: {arguments.out}; open it in ui.perfetto.dev")
     print(f"the fullest step's blocks: airdecode info --blocks {arguments.out}")
 

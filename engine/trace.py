@@ -10,8 +10,11 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 PHASES = ("plan", "copy", "run", "commit")  # a step's way through the rooms; each is a lane of the picture
 LANES = {"plan": "host", "copy": "copy stream", "run": "compute stream", "commit": "host"}
@@ -46,6 +49,26 @@ class Recorder:
         record = StepRecord(step, graph, rows, tokens)
         self.records.append(record)
         return record
+
+    def runs(self) -> list[str]:
+        """A line for each graph: how long it ran, and how much of the time passed between its runs.
+
+        Between the end of a step's graph and the start of the next step's the device stands still: for the host, or
+        because there is nothing to do.
+        """
+        pairs = [(a, b) for a, b in pairwise(list(self.records)) if "run" in a.spans and "run" in b.spans]
+        lines = []
+        for graph in dict.fromkeys(b.graph for _, b in pairs):
+            mine = [(a, b) for a, b in pairs if a.graph == b.graph == graph]
+            if mine:
+                still = np.array([b.spans["run"][0] - a.spans["run"][1] for a, b in mine])
+                ran = np.array([b.seconds("run") for _, b in mine])
+                share = still.sum() / (still.sum() + ran.sum())
+                lines.append(
+                    f"{graph}: {len(mine)} runs, one after the other, {np.median(ran) * 1e3:.2f} ms each (median), "
+                    f"{np.median(still) * 1e6:.0f} us between two, {share:.2%} of the time"
+                )
+        return lines
 
     def chrome(self) -> dict[str, object]:
         """The trace in Chrome's event format, times in microseconds."""

@@ -20,6 +20,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import setitem
 from types import MappingProxyType
 from typing import Protocol
 
@@ -204,18 +205,21 @@ class _Done:
         """Nothing is left to wait for."""
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """One move under the interpreter's lock. `Tensor.copy_` may wake a thread pool, and both it and numpy let go of the
-    lock: then the next graph starts only after the thread that was let in has planned its step.
+def _move(target: Tensor, source: Tensor) -> Callable[[], None]:
+    """The copy, ready to be done as one move under the interpreter's lock.
+
+    `Tensor.copy_` may wake a thread pool, and both it and numpy let go of the lock: then the next graph starts only
+    after the thread that was let in has planned its step. And all that can be made ready is: behind a graph that has
+    read every weight the caches are cold, and a first call into torch takes up to half a millisecond.
     """
-    target.numpy().data.cast("B")[:] = source.numpy().data.cast("B")
+    return partial(setitem, target.numpy().data.cast("B"), slice(None), source.numpy().data.cast("B"))
 
 
 class _CallerStream:
     """Work is done at once, by the thread that gives it."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        _copy(target, source)
+        _move(target, source)()
 
     def run(self, work: Callable[[], None]) -> None:
         work()
@@ -267,7 +271,7 @@ class _WorkerStream:
         self._thread.start()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self._given.append(partial(_copy, target, source))
+        self._given.append(_move(target, source))
 
     def run(self, work: Callable[[], None]) -> None:
         self._given.append(work)

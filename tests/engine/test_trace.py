@@ -10,6 +10,7 @@ from asking import Make, prompts
 
 from airdecode import SamplingParams
 from airdecode.engine.picture import draw, draw_file
+from airdecode.engine.trace import Recorder
 
 
 def test_a_trace_holds_every_step_and_phase(eager: Make, tmp_path: Path) -> None:
@@ -25,6 +26,15 @@ def test_a_trace_holds_every_step_and_phase(eager: Make, tmp_path: Path) -> None
         assert set(mine) == {"plan", "copy", "run", "commit"}
         assert mine["plan"]["ts"] <= mine["copy"]["ts"] <= mine["run"]["ts"] <= mine["commit"]["ts"]
     assert "blocks of 4 tokens" in draw_file(file)
+
+
+def test_a_trace_says_how_long_the_device_stood_still() -> None:
+    recorder = Recorder()
+    for step, (start, end) in enumerate(((0.0, 1.0), (1.5, 2.5), (2.75, 3.75), (3.75, 4.25))):
+        recorder.add(step, "decode[8]" if step < 3 else "prefill[64]", 1, 1).spans["run"] = (start, end)
+    assert recorder.runs() == [  # 0.75 of 2.75 seconds; the only prefill step has no other before it
+        "decode[8]: 2 runs, one after the other, 1000.00 ms each (median), 375000 us between two, 27.27% of the time"
+    ]
 
 
 def test_a_picture_shows_where_the_next_token_goes() -> None:
