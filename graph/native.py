@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import torch
 
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC")
 
 
 def cache_folder() -> Path:
@@ -72,14 +73,24 @@ def build(name: str, sources: Sequence[Path], depends: Sequence[Path] = ()) -> P
     target.parent.mkdir(parents=True, exist_ok=True)
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler(), *FLAGS, *map(str, sources), "-o", str(made), f"-I{root}/include", f"-L{root}/lib"]
-        command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib", "-ldl"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{name} did not compile: {done.stderr.strip()[-2000:]}")
-        os.replace(made, target)
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each waits for a compiler of its own
+            pairs = zip(sources, objects, strict=True)
+            for made in [
+                pool.submit(_run, name, "-c", source, "-o", made, f"-I{root}/include") for source, made in pairs
+            ]:
+                made.result()
+        library = Path(folder) / target.name
+        linked = ("-shared", f"-L{root}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib", "-ldl")
+        _run(name, *objects, "-o", library, *linked)
+        os.replace(library, target)
     return target
+
+
+def _run(name: str, *arguments: str | Path) -> None:
+    done = subprocess.run([compiler(), *FLAGS, *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} did not compile: {done.stderr.strip()[-2000:]}")
 
 
 def load(path: Path) -> ctypes.CDLL:
