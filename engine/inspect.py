@@ -1,8 +1,9 @@
 """`airdecode inspect`: the graph of a model's step, or of a user's own function, judged, counted and drawn.
 
 A model is built from its headers alone: weights are not read, because a graph does not depend on them. A user's
-function is `my_script.py:function`; its inputs come from `example_inputs()` in the same file, or from a list of that
-name, one tuple a call: several calls with different values show whether one graph serves them all.
+function is `my_script.py:function`; its inputs come from `example_inputs` in the same file: one tuple, or a list of
+them, one a call; or a function that gives these; or, for several functions, a dictionary of these by function name.
+Several calls with different values show whether one graph serves them all.
 """
 
 from __future__ import annotations
@@ -82,9 +83,13 @@ def inspect_function(spec: str, *, chip: str = DEFAULT_CHIP, kv_len: int | None 
     if not callable(function):
         raise ValueError(f"{path} has no function {name!r}")
     calls = getattr(script, "example_inputs", None)
+    calls = calls.get(name) if isinstance(calls, dict) else calls
     calls = calls() if callable(calls) else calls
     if calls is None:
-        raise ValueError(f"{path} has no example_inputs: define it as one tuple of inputs, or a list of them")
+        raise ValueError(
+            f"{path} has no example_inputs for {name!r}: define it as one tuple of inputs, a list of them, or a "
+            "dictionary of these by function name"
+        )
     return inspect_callable(
         function, calls if isinstance(calls, list) else [calls], name=name, chip=chip, kv_len=kv_len
     )

@@ -42,6 +42,7 @@ _KINDS = (
 )
 _HOST, _SHAPE, _NAMES, _CONVERTER = _KINDS
 _OPERATOR = re.compile(r"= ([\w.]+)$")
+_LONGEST = 200  # characters of a message that are shown
 _WAITS = ("_local_scalar_dense", "item")
 _COUNTS = ("nonzero", "masked_select", "unique", "index.Tensor")
 
@@ -54,7 +55,7 @@ def explain(error: BaseException) -> list[Finding]:
     if operator is None:
         kind = next((kind for kind in _KINDS if re.search(kind.pattern, text)), None)
         kind = kind or _Kind("", "the function is one graph", "see the message")
-        return [Finding("error", kind.rule, _first_line(error), kind.remedy, source.line)]
+        return [Finding("error", kind.rule, _telling_line(text, kind.pattern), kind.remedy, source.line)]
     name = operator[1]
     kind = _CONVERTER
     if any(part in name for part in _WAITS):
@@ -73,6 +74,8 @@ def _whole_text(error: BaseException) -> str:
     return "\n".join(parts)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _telling_line(text: str, pattern: str) -> str:
+    """The first line that the pattern speaks of, as far as its first sentence."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = next((line for line in lines if re.search(pattern, line)), "")
+    return line.partition(". ")[0][:_LONGEST] or "no message"
