@@ -76,13 +76,15 @@ def test_c065_a_row_does_not_depend_on_its_neighbours_or_threads(kernels: str, d
     layer, _, _ = random_linear(ops, 64, [96], bias=True)
     gate_up, _, _ = random_linear(ops, 64, [96, 96], bias=False)
     down, _, _ = random_linear(ops, 96, [64], bias=False)
-    x = torch.randn(600, 64).to(dtype)
-    alone, alone_mlp = layer(x[:1]), ops.gated_mlp(x[:1], gate_up, down)
+    deep, _, _ = random_linear(ops, 580, [40], bias=False)
+    x, y = torch.randn(600, 64).to(dtype), torch.randn(600, 580).to(dtype)
+    alone, alone_mlp, sums = layer(x[:1]), ops.gated_mlp(x[:1], gate_up, down), deep.logits(y[:1])
     threads = torch.get_num_threads()
     try:
         for count, rows in ((1, 2), (2, 9), (2, 16), (1, 17), (2, 33), (3, 600)):
             torch.set_num_threads(count)
             assert torch.equal(layer(x[:rows])[:1], alone)
+            assert torch.equal(deep.logits(y[:rows])[:1], sums)
             assert torch.equal(ops.gated_mlp(x[:rows], gate_up, down)[:1], alone_mlp)
     finally:
         torch.set_num_threads(threads)

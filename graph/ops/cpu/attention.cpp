@@ -10,6 +10,7 @@ namespace airdecode {
 namespace {
 
 constexpr int64_t kFewTokens = 4;    // up to here a row is split by keys
+constexpr int64_t kPartKeys = 64;    // of one part; fixed, so that results depend on nothing else
 constexpr int64_t kQueryRows = 96;   // rows of a query block: enough to pay for packing the keys
 constexpr int64_t kHeadDims = 1024;  // numbers a key that one item packs: its chunk stays in the second-level cache
 
@@ -18,8 +19,9 @@ struct Task {  // some tokens of one row, and the keys that they can see
   int64_t first_part = 0;  // of its partial results, where it is split
   bool split;
 
-  int64_t first_chunk() const { return low / kChunk; }
-  int64_t chunks() const { return high > low ? ceil_div(high, kChunk) - first_chunk() : 0; }
+  int64_t size() const { return split ? kPartKeys : kChunk; }
+  int64_t first_chunk() const { return low / size(); }
+  int64_t chunks() const { return high > low ? ceil_div(high, size()) - first_chunk() : 0; }
 };
 struct Item {
   int64_t task, chunk, head;  // chunk is -1 where the item goes over all of them
@@ -44,8 +46,8 @@ class Plan {
     double keys = 0;
     for (const Task& task : tasks_) keys += double((task.high - task.low) * task.count);
     parallel(int64_t(items_.size()), keys * op_.kv_heads * op_.dim / 2, [&](Units& units, int thread) {
-      for (int64_t i; (i = units.take(thread)) >= 0;)
-        items_[i].chunk < 0 ? whole(tasks_[items_[i].task], items_[i].head) : part(items_[i]);
+      for (int64_t i, expected = -1; (i = units.take(thread)) >= 0; expected = i + 1)
+        items_[i].chunk < 0 ? whole(tasks_[items_[i].task], items_[i].head) : part(items_[i], i == expected);
     });
     parallel(int64_t(tasks_.size()), double(parts_ * part_size()) / 4, [&](Units& units, int thread) {
       for (int64_t i; (i = units.take(thread)) >= 0;)
@@ -80,11 +82,14 @@ class Plan {
     tasks_.push_back(task);
   }
 
-  void part(const Item& item) const {
+  // `fetched`: the part before, on this thread, has fetched the keys.
+  void part(const Item& item, bool fetched) const {
     const Task& task = tasks_[item.task];
-    int64_t chunk = task.first_chunk() + item.chunk, last = std::min(item.head + heads_, op_.kv_heads);
-    ChunkKeys<T> source(op_, task.row, chunk, task.low, task.high);
-    ChunkKeys<T> after(op_, task.row, std::min(chunk + 1, ceil_div(task.high, kChunk) - 1), task.low, task.high);
+    int64_t first = (task.first_chunk() + item.chunk) * kPartKeys, last = std::min(item.head + heads_, op_.kv_heads);
+    int64_t next = first + kPartKeys < task.high ? first + kPartKeys : first;
+    ChunkKeys<T> source(op_, task.row, first, kPartKeys, task.low, task.high);
+    ChunkKeys<T> after(op_, task.row, next, kPartKeys, task.low, task.high);
+    if (!fetched) source.fetch();
     QueryBlock<T> block(op_, task.token, task.count);
     TileScope scope(block.rows);
     T* keys = scratch<T>(kKeys, kChunk / kColumns * group_size(keys, op_.dim));
@@ -93,7 +98,7 @@ class Plan {
       source.pack_keys(head, keys, &after);
       source.pack_values(head, values, &after);
       block.start(head);
-      block.meet(scope, chunk, op_.kv_len[task.row], source.depth, keys, values);
+      block.meet(scope, first, op_.kv_len[task.row], source.depth, keys, values);
       for (int64_t row = 0; row < block.rows; ++row) {
         float* to = part_of(task.first_part + item.chunk, row / block.repeat, head * block.repeat + row % block.repeat);
         to[0] = block.largest[row], to[1] = block.total[row];
@@ -109,11 +114,11 @@ class Plan {
     T* values = scratch<T>(kValues, width() / kColumns * group_size(values, kChunk));
     block.start(head);
     for (int64_t i = 0; i < task.chunks(); ++i) {
-      int64_t chunk = task.first_chunk() + i;
-      ChunkKeys<T> source(op_, task.row, chunk, task.low, task.high);
+      int64_t first = (task.first_chunk() + i) * kChunk;
+      ChunkKeys<T> source(op_, task.row, first, kChunk, task.low, task.high);
       source.pack_keys(head, keys, &source);
       source.pack_values(head, values, &source);
-      block.meet(scope, chunk, op_.kv_len[task.row], source.depth, keys, values);
+      block.meet(scope, first, op_.kv_len[task.row], source.depth, keys, values);
     }
     for (int64_t row = 0; row < block.rows; ++row) {
       int64_t token = task.token + row / block.repeat, query_head = head * block.repeat + row % block.repeat;
@@ -123,22 +128,19 @@ class Plan {
   }
 
   void merge(const Task& task) const {
+    int64_t parts = task.chunks();
+    float* shares = scratch<float>(kScores, ceil_div(parts, kLanes) * kLanes);
     for (int64_t token = 0; token < task.count; ++token)
       for (int64_t head = 0; head < op_.query_heads; ++head) {
+        const float* first = part_of(task.first_part, token, head);
         float largest = -INFINITY, total = 0;
-        for (int64_t i = 0; i < task.chunks(); ++i)
-          largest = std::max(largest, part_of(task.first_part + i, token, head)[0]);
-        auto share = [&](const float* part) { return largest == -INFINITY ? 0.0f : std::exp(part[0] - largest); };
-        for (int64_t i = 0; i < task.chunks(); ++i) {
-          const float* part = part_of(task.first_part + i, token, head);
-          total += share(part) * part[1];
-        }
+        for (int64_t i = 0; i < parts; ++i) largest = std::max(largest, shares[i] = first[i * part_size()]);
+        float base = largest == -INFINITY ? 0.0f : largest;
+        for (int64_t i = 0; i < parts; i += kLanes) store16(shares + i, exp16(load16(shares + i) - base));
+        for (int64_t i = 0; i < parts; ++i) total += shares[i] * first[i * part_size() + 1];
         finish(task.token + token, head, largest, total, [&](int64_t dim) {
           f32x16 sum = {};
-          for (int64_t i = 0; i < task.chunks(); ++i) {
-            const float* part = part_of(task.first_part + i, token, head);
-            sum += share(part) * load16(part + 2 + dim);
-          }
+          for (int64_t i = 0; i < parts; ++i) sum += shares[i] * load16(first + i * part_size() + 2 + dim);
           return sum;
         });
       }

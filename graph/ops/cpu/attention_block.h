@@ -14,7 +14,7 @@
 
 namespace airdecode {
 
-constexpr int64_t kChunk = 128;  // keys packed at once; fixed, so that results depend on nothing else
+constexpr int64_t kChunk = 128;  // the most keys packed at once
 
 // One step of a transposition: lanes that differ in the bit `half` change places between vectors that do.
 template <int half, int... lane>
@@ -59,9 +59,10 @@ class ChunkKeys {
  public:
   int64_t depth;  // keys of the chunk, rounded up to whole groups
 
-  // Of the chunk's keys only low..high-1 are read (counted from the row's first key); the others are zero.
-  ChunkKeys(const Attention<T>& op, int64_t row, int64_t chunk, int64_t low, int64_t high) : op_(op) {
-    int64_t begin = chunk * kChunk, last = std::min(high - begin, kChunk);
+  // The row's keys from `begin` on, `size` at most. Only low..high-1 are read (counted from the row's first key); the
+  // others are zero.
+  ChunkKeys(const Attention<T>& op, int64_t row, int64_t begin, int64_t size, int64_t low, int64_t high) : op_(op) {
+    int64_t last = std::min(high - begin, size);
     depth = ceil_div(last, kColumns) * kColumns;
     std::fill(at_, at_ + kChunk, -1);
     for (int64_t i = std::max(low - begin, int64_t(0)); i < last;) {
@@ -73,6 +74,16 @@ class ChunkKeys {
     }
     zeros_ = scratch<T>(kZeros, op.dim);
     std::memset(zeros_, 0, op.dim * sizeof(T));
+  }
+
+  // Brings the chunk into the second-level cache: all heads of a key lie together, and are read in turn.
+  void fetch() const {
+    int64_t bytes = op_.kv_heads * op_.dim * sizeof(T);
+    for (const T* cache : {op_.key, op_.value})
+      for (int64_t key = 0; key < depth; ++key)
+        if (at_[key] >= 0)
+          for (int64_t i = 0; i < bytes; i += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(cache + at_[key]) + i, 0, 2);
   }
 
   // Columns are keys, the depth is the head's dims. The chunk that will be packed next is fetched meanwhile.
@@ -161,7 +172,7 @@ struct QueryBlock {
     std::fill(out, out + rows * width, 0.0f);
   }
 
-  void meet(const TileScope& scope, int64_t chunk, int64_t row_len, int64_t depth, const T* keys, const T* values) {
+  void meet(const TileScope& scope, int64_t first_key, int64_t row_len, int64_t depth, const T* keys, const T* values) {
     int64_t key_size = group_size(keys, op.dim), value_size = group_size(values, depth);
     for (int64_t key = 0; key < depth; key += kColumns)
       for (int64_t row = 0; row < rows; row += kBlockRows)
@@ -172,7 +183,7 @@ struct QueryBlock {
                                     .group = keys + key / kColumns * key_size,
                                     .sums = scores + row * kChunk + key,
                                     .stride = kChunk});
-    for (int64_t row = 0; row < rows; ++row) soften(row, chunk * kChunk, row_len, depth);
+    for (int64_t row = 0; row < rows; ++row) soften(row, first_key, row_len, depth);
     alignas(64) float sums[kBlockRows * kColumns];
     for (int64_t dim = 0; dim < op.dim; dim += kColumns)
       for (int64_t row = 0; row < rows; row += kBlockRows) {

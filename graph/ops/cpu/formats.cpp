@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "lone.h"
+
 namespace airdecode {
 namespace {
 
@@ -105,12 +107,115 @@ void piecewise(const TileScope& scope, const bf16* left, int64_t depth, int64_t 
   }
 }
 
+// A single row over a group of `bytes` a tile; fold(tile, sum) takes the sums of each tile in order.
+template <class Octet, class Fold>
+void lone_group(const float* row, int64_t tiles, Octet&& octet, Fold&& fold) {
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    f32x16 sum[2];
+    lone_tile(row + tile * 32, sum, [&](int half, int i, f32x16 (&to)[8]) { octet(tile, half, i, to); });
+    fold(tile, sum);
+  }
+}
+
+void lone_sums(const Plain<bf16>& weight, int64_t group, float* sums) {
+  const char* from = reinterpret_cast<const char*>(weight.groups + group * group_size(weight.groups, weight.depth));
+  f32x16 total[2] = {};
+  lone_group(
+      weight.lone, ceil_div(weight.depth, 32),
+      [&](int64_t tile, int half, int i, f32x16 (&to)[8]) {
+        for (int pair = 0; pair < 4; ++pair) {
+          const char* line = from + tile * kTile * 2 + half * kTile + (i * 4 + pair) * 64;
+          fetch(line, 64);
+          u32x16 both;
+          std::memcpy(&both, line, 64);
+          to[2 * pair] = bits_as<f32x16>(both << 16), to[2 * pair + 1] = bits_as<f32x16>(both & 0xffff0000u);
+        }
+      },
+      [&](int64_t, const f32x16* sum) { total[0] += sum[0], total[1] += sum[1]; });
+  store16(sums, total[0]), store16(sums + 16, total[1]);
+}
+void lone_sums(const Plain<float>&, int64_t, float*) {}
+
+// A byte at the low end of 2^23, or at the second lowest of 2^15, is a float32 less that and the byte's own offset.
+void lone_sums(const Int8& weight, int64_t group, float* sums) {
+  const int8_t* from = weight.groups + group * ceil_div(weight.depth, 32) * kTile;
+  f32x16 total[2] = {};
+  lone_group(
+      weight.lone, ceil_div(weight.depth, 32),
+      [&](int64_t tile, int half, int i, f32x16 (&to)[8]) {
+        for (int quad = 0; quad < 2; ++quad) {
+          const int8_t* line = from + tile * kTile + half * kTile / 2 + (2 * i + quad) * 64;
+          fetch(line, 64);
+          u32x16 words;
+          std::memcpy(&words, line, 64);
+          words ^= 0x80808080;
+          for (int pair = 0; pair < 2; ++pair, words >>= 16) {
+            to[4 * quad + 2 * pair] = bits_as<f32x16>((words & 0xff) | 0x4b000000) - (8388608.0f + 128);
+            to[4 * quad + 2 * pair + 1] = bits_as<f32x16>((words & 0xff00) | 0x47000000) - (32768.0f + 128);
+          }
+        }
+      },
+      [&](int64_t, const f32x16* sum) { total[0] += sum[0], total[1] += sum[1]; });
+  store16(sums, total[0]), store16(sums + 16, total[1]);
+}
+
+// The scales and least values of an int4 record, for 16 columns; `raised` is a product with 128 + nibble, x the sum of
+// the left side's tile.
+struct Grid {
+  f32x16 scale, least;
+  Grid(const uint8_t* record, int half)
+      : scale(load_half(record + 512 + half * 32)), least(load_half(record + 576 + half * 32)) {}
+  f32x16 add(f32x16 to, f32x16 raised, float x) const { return to + scale * (raised - 128 * x) + least * x; }
+};
+
+void lone_sums(const Int4& weight, int64_t group, float* sums) {
+  const uint8_t* from = weight.groups + group * ceil_div(weight.depth, 32) * Int4::kRecord;
+  f32x16 total[2] = {};
+  lone_group(
+      weight.lone, ceil_div(weight.depth, 32),
+      [&](int64_t tile, int half, int i, f32x16 (&to)[8]) {
+        const uint8_t* line = from + tile * Int4::kRecord + (half * 4 + i) * 64;
+        fetch(line, 64);
+        u32x16 words;
+        std::memcpy(&words, line, 64);
+        for (int pair = 0; pair < 4; ++pair) {
+          u32x16 even = pair == 0 ? words << 16 : pair == 1 ? words << 12 : pair == 2 ? words << 8 : words << 4;
+          to[2 * pair] = bits_as<f32x16>((even & 0xf0000) | 0x43000000);
+          to[2 * pair + 1] = bits_as<f32x16>((words >> (4 * pair) & 0xf0000) | 0x43000000);
+        }
+      },
+      [&](int64_t tile, const f32x16* sum) {
+        const uint8_t* record = from + tile * Int4::kRecord;
+        fetch(record + 512, 128);
+        for (int half = 0; half < 2; ++half)
+          total[half] = Grid(record, half).add(total[half], sum[half], weight.left_sums[tile]);
+      });
+  store16(sums, total[0]), store16(sums + 16, total[1]);
+}
+
+// Whether one row takes the way of lone.h: there it equals the other.
+template <class Weight>
+bool alone(const TileScope& scope, const Weight& weight, int64_t rows) {
+  return rows == 1 && weight.lone && scope.kind == Kernels::kAmx;
+}
+
 }  // namespace
+
+template <class T>
+void Plain<T>::prepare(const T* left, int64_t rows, float* to) {
+  if constexpr (sizeof(T) == 2)
+    if (rows == 1) widen_lone(left, depth, to), lone = to;
+}
+
+void Int8::prepare(const bf16* left, int64_t rows, float* to) {
+  if (rows == 1) widen_lone(left, depth, to), lone = to;
+}
 
 // With one block of rows the group is fetched a little ahead; with more, each block fetches a share of the next group.
 template <class T>
 void Plain<T>::sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, int64_t group,
                     float* sums) const {
+  if (alone(scope, *this, rows)) return lone_sums(*this, group, sums);
   int64_t size = group_size(groups, depth), bytes = size * int64_t(sizeof(T)), blocks = ceil_div(rows, kBlockRows);
   const T* from = groups + group * size;
   int64_t lines = ceil_div(32, blocks);
@@ -130,8 +235,11 @@ template struct Plain<bf16>;
 
 void Int8::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const {
   const int8_t* from = groups + group * ceil_div(depth, 32) * kTile;
-  piecewise(scope, left, depth, row, rows, sums,
-            [&](int64_t first, int64_t tiles, bf16* to) { unpack(from + first * kTile, tiles, to); });
+  if (alone(scope, *this, rows))
+    lone_sums(*this, group, sums);
+  else
+    piecewise(scope, left, depth, row, rows, sums,
+              [&](int64_t first, int64_t tiles, bf16* to) { unpack(from + first * kTile, tiles, to); });
   const float* scale = scales + group * kColumns;
   for (int64_t i = 0; i < rows * kColumns; i += 16) store16(sums + i, load16(sums + i) * load16(scale + i % kColumns));
 }
@@ -145,9 +253,11 @@ void Int4::prepare(const bf16* left, int64_t rows, float* to) {
       to[row * tiles + tile] = sum16(load16(from) + load16(from + 16));
     }
   left_sums = to;
+  if (rows == 1) widen_lone(left, depth, to + tiles), lone = to + tiles;
 }
 
 void Int4::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const {
+  if (alone(scope, *this, rows)) return lone_sums(*this, group, sums);
   int64_t all = ceil_div(depth, 32);
   const uint8_t* from = groups + group * all * kRecord;
   if (!left_sums)
@@ -173,12 +283,12 @@ void Int4::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t r
     for (int64_t tile = first; tile < first + tiles; ++tile) {
       const uint8_t* record = from + tile * kRecord;
       const float* raised = apart + (tile - first) * size;
-      for (int64_t half = 0; half < kColumns; half += 16) {
-        f32x16 scale = load_half(record + 512 + half * 2), least = load_half(record + 576 + half * 2);
+      for (int half = 0; half < 2; ++half) {
+        const Grid grid(record, half);
         for (int64_t i = 0; i < rows; ++i) {
-          float x = left_sums[(row + i) * all + tile];
-          float* to = sums + i * kColumns + half;
-          store16(to, load16(to) + scale * (load16(raised + i * kColumns + half) - 128 * x) + least * x);
+          float* to = sums + i * kColumns + half * 16;
+          f32x16 part = load16(raised + i * kColumns + half * 16);
+          store16(to, grid.add(load16(to), part, left_sums[(row + i) * all + tile]));
         }
       }
     }

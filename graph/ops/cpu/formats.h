@@ -10,7 +10,8 @@
 
 namespace airdecode {
 
-// `at(i)` is the i-th of equal matrices that lie one after the other.
+// `at(i)` is the i-th of equal matrices that lie one after the other. `prepare` works out, into room for
+// prepared_size(rows) numbers, what `sums` needs of the left side beside its packed form.
 template <class T>
 struct Plain {
   using Left = T;
@@ -18,14 +19,15 @@ struct Plain {
 
   const T* groups;
   int64_t columns, depth;
+  const float* lone = nullptr;  // a single row of the left side, widened (lone.h)
 
-  void prepare(const T*, int64_t, float*) {}
-  int64_t prepared_size(int64_t) const { return 0; }
+  void prepare(const T* left, int64_t rows, float* to);
+  int64_t prepared_size(int64_t rows) const { return rows == 1 ? ceil_div(depth, 32) * 32 : 0; }
   void sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * group_size(groups, depth) * int64_t(sizeof(T)); }
-  Plain at(int64_t i) const { return {groups + i * bytes() / int64_t(sizeof(T)), columns, depth}; }
+  Plain at(int64_t i) const { return {.groups = groups + i * bytes() / int64_t(sizeof(T)), .columns = columns, .depth = depth}; }
 };
 
 struct Int8 {
@@ -35,15 +37,17 @@ struct Int8 {
   const int8_t* groups;
   const float* scales;  // [columns, rounded up to whole groups]
   int64_t columns, depth;
+  const float* lone = nullptr;
 
-  void prepare(const bf16*, int64_t, float*) {}
-  int64_t prepared_size(int64_t) const { return 0; }
+  void prepare(const bf16* left, int64_t rows, float* to);
+  int64_t prepared_size(int64_t rows) const { return rows == 1 ? ceil_div(depth, 32) * 32 : 0; }
   void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * 1024; }
   Int8 at(int64_t i) const {
-    return {groups + i * bytes(), scales + i * ceil_div(columns, kColumns) * kColumns, columns, depth};
+    int64_t outputs = ceil_div(columns, kColumns) * kColumns;
+    return {.groups = groups + i * bytes(), .scales = scales + i * outputs, .columns = columns, .depth = depth};
   }
 };
 
@@ -55,15 +59,17 @@ struct Int4 {
   const uint8_t* groups;
   int64_t columns, depth;
   const float* left_sums = nullptr;  // [rows, tiles]: sums of the left side's tiles
+  const float* lone = nullptr;
 
-  // Works out left_sums into `to`, which has room for prepared_size(rows) numbers.
   void prepare(const bf16* left, int64_t rows, float* to);
-  int64_t prepared_size(int64_t rows) const { return rows > kExactRows ? 0 : rows * ceil_div(depth, 32); }
+  int64_t prepared_size(int64_t rows) const {
+    return rows > kExactRows ? 0 : (rows == 1 ? 33 : rows) * ceil_div(depth, 32);
+  }
   void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * kRecord; }
-  Int4 at(int64_t i) const { return {groups + i * bytes(), columns, depth}; }
+  Int4 at(int64_t i) const { return {.groups = groups + i * bytes(), .columns = columns, .depth = depth}; }
 };
 
 // -- one row of the matrix, for lookups: column n of the packed form
