@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from ..ops.ascend.call import AttentionCall, CacheWrite, Phase
-from ..ops.ascend.contract import Breach, check_attention, check_write
+from ..ops.ascend.call import AttentionCall, OtherCall, Phase
+from ..ops.ascend.contract import check_attention
+from ..ops.ascend.contract_others import check_other
+from ..ops.ascend.rule import Breach
 from .findings import Finding
 from .origins import source_of
 
@@ -38,16 +40,8 @@ def _breaches(node: Node, phase: Phase | None) -> Iterator[Breach]:
     version = _ATTENTION.get(name)
     if version is not None:
         yield from check_attention(AttentionCall.read(version, arguments, phase))
-    elif name == "npu_scatter_pa_kv_cache":
-        yield from check_write(CacheWrite(name, arguments))
-    elif name == "npu_rotary_mul" and arguments.get("rotary_mode", "half") != "half":
-        yield Breach(
-            "rotary_mul turns halves",
-            f"rotary_mode {arguments['rotary_mode']!r}, which torchair drops without a word",
-            "use npu_interleave_rope, or pass the `rotate` matrix",
-            "converter of npu_rotary_mul in the wheel",
-            "error",
-        )
+    else:
+        yield from check_other(OtherCall(name, arguments))
 
 
 def _operator(node: Node) -> str:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from airdecode.graph.ops.ascend.call import AttentionCall, CacheWrite
-from airdecode.graph.ops.ascend.contract import RULES, check_attention, check_write
+from airdecode.graph.ops.ascend.call import AttentionCall, OtherCall
+from airdecode.graph.ops.ascend.contract import RULES, check_attention
+from airdecode.graph.ops.ascend.contract_others import OTHER_RULES, check_other
 
 BF16, META = torch.bfloat16, torch.device("meta")
 B, T, H, G, D, N, P, M = 4, 32, 8, 2, 128, 64, 128, 8
@@ -196,16 +197,28 @@ WRITE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"slot_mapping": empty(T, dtype=torch.int16)}, "int16"),
-        ({"key_cache": empty(N, P, G * D)}, "[64, 128, 256]"),
-        ({"key": empty(T, G, D, dtype=torch.float32)}, "float32 into"),
-        ({"cache_mode": "BSND"}, "'BSND'"),
-    ],
-)
-def test_cache_writes(change: dict[str, Any], said: str) -> None:
-    assert not check_write(CacheWrite("npu_scatter_pa_kv_cache", WRITE))
-    found = check_write(CacheWrite("npu_scatter_pa_kv_cache", WRITE | change))
-    assert any(said in one.value for one in found) and all(one.remedy for one in found)
+ROTATION = {"x": empty(T, H, D), "r1": empty(T, 1, D), "r2": empty(T, 1, D)}
+# For every row of the other table: (operator, a call that breaks it, the value that the message must name)
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "slots are": ("npu_scatter_pa_kv_cache", WRITE | {"slot_mapping": empty(T, dtype=torch.int16)}, "int16"),
+    "a cache has four": ("npu_scatter_pa_kv_cache", WRITE | {"key_cache": empty(N, P, G * D)}, "[64, 128, 256]"),
+    "keys and cache": ("npu_scatter_pa_kv_cache", WRITE | {"key": empty(T, G, D, dtype=torch.float32)}, "float32 into"),
+    "cache_mode is": ("npu_scatter_pa_kv_cache", WRITE | {"cache_mode": "BSND"}, "'BSND'"),
+    "rotary_mul turns": ("npu_rotary_mul", ROTATION | {"rotary_mode": "interleave"}, "'interleave'"),
+}
+
+
+@pytest.mark.parametrize("start", OTHERS)
+def test_cache_writes_and_rotation(start: str) -> None:
+    operator, args, value = OTHERS[start]
+    found = check_other(OtherCall(operator, args))
+    assert [one.rule.startswith(start) for one in found] == [True]
+    assert value in found[0].value and found[0].remedy and found[0].source
+
+
+def test_every_other_row_has_such_a_call_and_sound_calls_break_none() -> None:
+    assert len(OTHERS) == len(OTHER_RULES)
+    for rule in OTHER_RULES:
+        assert sum(rule.name.startswith(start) for start in OTHERS) == 1, rule.name
+    assert not check_other(OtherCall("npu_scatter_pa_kv_cache", WRITE))
+    assert not check_other(OtherCall("npu_rotary_mul", ROTATION))

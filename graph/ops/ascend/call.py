@@ -149,8 +149,8 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class CacheWrite:
-    """The arguments of npu_scatter_pa_kv_cache, scatter_update_ or npu_scatter_nd_update_."""
+class OtherCall:
+    """The arguments of an operator other than attention, most of which write caches."""
 
     operator: str
     args: Mapping[str, Any]

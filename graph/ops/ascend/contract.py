@@ -1,4 +1,4 @@
-"""What the vendor's pages ask of the fused attention and of cache writes: one table, one row a rule.
+"""What the vendor's pages ask of the fused attention: one table, one row a rule. Other operators: `contract_others`.
 
 A device takes most of these silently and answers with wrong numbers, so they are checked before a graph is captured.
 A row says what holds, which value breaks it, the way out, and the page that asks for it. Where the pages contradict
@@ -11,42 +11,13 @@ and its v2 there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
 from . import conditions as when
-from .call import AttentionCall, CacheWrite
+from .call import AttentionCall
+from .rule import Breach, Rule, judged
 
-Level = Literal["error", "warn"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row. `broken` names the value that breaks it, or gives None."""
-
-    name: str
-    applies: Callable[[AttentionCall], bool]
-    broken: Callable[[AttentionCall], str | None]
-    remedy: str
-    source: str
-    level: Level = "error"
-
-
-@dataclass(frozen=True)
-class Breach:
-    """A rule that a call breaks."""
-
-    rule: str
-    value: str
-    remedy: str
-    source: str
-    level: Level
-
-
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule[AttentionCall], ...] = (
     Rule(
         "parameter names of v1 and v2 do not mix",
         when.always,
@@ -310,46 +281,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _write_rules(call: CacheWrite) -> Iterator[Breach]:
-    slots, source = call.tensor("slot_mapping"), "OP npu_scatter_pa_kv_cache"
-    caches = [call.tensor(name) for name in ("key_cache", "value_cache")]
-    values = [call.tensor(name) for name in ("key", "value")]
-    if slots is not None and slots.dtype not in (torch.int32, torch.int64):
-        yield Breach("slots are int32 or int64", str(slots.dtype), "stage them as int32", source, "error")
-    for cache, value in zip(caches, values, strict=True):
-        if cache is None or value is None:
-            continue
-        if cache.ndim != 4:
-            yield Breach(
-                "a cache has four axes",
-                str(list(cache.shape)),
-                "allocate [blocks, block, heads, size]",
-                source,
-                "error",
-            )
-        if cache.dtype != value.dtype:
-            yield Breach(
-                "keys and cache have one dtype",
-                f"{value.dtype} into {cache.dtype}",
-                "cast neither in the graph: allocate the cache in the model's dtype",
-                source,
-                "error",
-            )
-    mode = call.args.get("cache_mode", "PA_NZ")
-    if mode not in ("Norm", "PA_NZ"):
-        yield Breach("cache_mode is 'Norm' or 'PA_NZ'", repr(mode), "pass cache_mode='Norm'", source, "error")
-
-
 def check_attention(call: AttentionCall) -> list[Breach]:
     """Every rule that a call of the fused attention breaks, errors first."""
-    found = []
-    for rule in RULES:
-        value = rule.broken(call) if rule.applies(call) else None
-        if value is not None:
-            found.append(Breach(rule.name, value, rule.remedy, rule.source, rule.level))
-    return sorted(found, key=lambda breach: breach.level)
-
-
-def check_write(call: CacheWrite) -> list[Breach]:
-    """Every rule that a call of npu_scatter_pa_kv_cache breaks."""
-    return list(_write_rules(call)) if call.operator == "npu_scatter_pa_kv_cache" else []
+    return judged(RULES, call)
