@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .base import parse
@@ -23,6 +23,8 @@ class EngineConfig:
     target: Target = "cpu"  # where graphs run
     operators: Literal["auto", "reference", "cpu"] = "auto"  # which operators models run on; "auto" is the target's own
     capture: bool = True  # False runs the same steps eagerly: the golden track, and the baseline of `bench`
+    npu_mode: Literal["ge", "npugraph_ex"] = "ge"  # target npu: a graph of GE's, or one run's kernels captured
+    torchair: Mapping[str, Any] = field(default_factory=dict)  # target npu: options of torchair's own, by dotted name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations and cache; "auto": the checkpoint's
     weights: Weights = "auto"  # "auto": as `dtype`; else linear layers and the head are quantised at load
     cache: Literal["paged", "static", "contiguous"] = "paged"  # blocks on demand, or rows for life
@@ -64,7 +66,7 @@ class EngineConfig:
 
     def replace(self, **overrides: Any) -> EngineConfig:
         """The same configuration with some keys changed, checked like `parse`."""
-        return self.parse({field.name: getattr(self, field.name) for field in fields(self)} | overrides)
+        return self.parse({one.name: getattr(self, one.name) for one in fields(self)} | overrides)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

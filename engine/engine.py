@@ -85,9 +85,9 @@ class Engine:
         """
         say = progress or _silent
         settings = _settings(config, overrides)
+        target = make_target(settings)
         folder = hub.resolve(str(model), say)
         checkpoint = Checkpoint(folder)
-        target = make_target(settings.target, Path(settings.compile_cache) if settings.compile_cache else None)
         ops = make_ops(settings, target, checkpoint)
         max_model_len = max_len_of(settings, checkpoint)
         if settings.threads is not None:

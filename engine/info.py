@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ def describe(model: str, config: EngineConfig, say: Callable[[str], None]) -> Fa
     """
     folder = hub.resolve(model, say)
     checkpoint = Checkpoint(folder)
-    target = make_target(config.target, Path(config.compile_cache) if config.compile_cache else None)
+    target = make_target(config)
     ops = make_ops(config, target, checkpoint)
     max_model_len = max_len_of(config, checkpoint)
     report = inspect_model(folder, ops, max_model_len)

@@ -31,3 +31,5 @@ class StepInputs:
     kv_len: Tensor  # [B] tokens a row may attend to, the new ones included
     live: Tensor  # [T] bool, False for padding: routed to no expert
     groups: tuple[GroupInputs, ...]
+    q_cu_list: list[int] | None = None  # q_cu_len and kv_len once more, as the host's lists: only where a target's
+    kv_list: list[int] | None = None  # captured graphs are told lengths that way

@@ -29,7 +29,7 @@ class _Step(nn.Module):
         for group, table in enumerate(tables):
             self.register_buffer(f"table_{group}", table)
 
-    def _read(self, fields: Sequence[Tensor]) -> tuple[dict[str, Tensor], StepInputs]:
+    def _read(self, fields: Sequence[Any]) -> tuple[dict[str, Any], StepInputs]:
         named = dict(zip(self.names, fields, strict=True))
         groups = []
         for group in range(self.num_groups):
@@ -42,6 +42,8 @@ class _Step(nn.Module):
             kv_len=named["kv_len"],
             live=named["live"],
             groups=tuple(groups),
+            q_cu_list=named.get("q_cu_len.list"),
+            kv_list=named.get("kv_len.list"),
         )
         return named, step
 

@@ -42,7 +42,8 @@ class ExpertLayer(nn.Module):
         self.shared = GatedMlp(ops, hidden_size, shared_width, activation) if shared_width else None
         self.correction: nn.Parameter | None = None
         if corrected:
-            self.correction = nn.Parameter(torch.empty(num_experts + identity), requires_grad=False)  # float32
+            empty = torch.empty(num_experts + identity, dtype=torch.float32, device=ops.device)
+            self.correction = nn.Parameter(empty, requires_grad=False)
 
     def forward(self, x: Tensor, live: Tensor) -> Tensor:
         """[T, C] -> [T, C]; where `live` [T] is False no expert is visited."""

@@ -68,7 +68,7 @@ class Model(nn.Module, ABC):
 
 def vector(ops: Ops, size: int) -> nn.Parameter:
     """An empty parameter of one dimension: a norm's weight, a set of sinks."""
-    return nn.Parameter(torch.empty(size, dtype=ops.dtype), requires_grad=False)
+    return nn.Parameter(torch.empty(size, dtype=ops.dtype, device=ops.device), requires_grad=False)
 
 
 def load_vector(part: str, parameter: nn.Parameter, name: str, scale: float = 1.0) -> Load:

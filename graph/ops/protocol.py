@@ -75,6 +75,7 @@ class Ops(ExpertOps, LatentOps, Protocol):
 
     name: str
     dtype: torch.dtype  # of activations and caches
+    device: torch.device | None  # where weights live; None: torch's default
     index_dtypes: Mapping[str, torch.dtype]  # dtype of each control input, so that no graph contains a Cast for one
 
     # -- weights and caches ---------------------------------------------------------------------------------------

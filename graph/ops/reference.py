@@ -64,6 +64,7 @@ class ReferenceOps(ReferenceExpertOps, ReferenceLatentOps):
     """The protocol `Ops`, see there for what each operator takes and gives."""
 
     name = "reference"
+    device: torch.device | None = None
     index_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # every control input is int32
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ...configs.engine import Weights
+from ...configs.engine import EngineConfig, Weights
 from ...host.staging import Device
 from ..ops.protocol import Ops
 from ..static_graph import Inputs, StaticGraph
@@ -33,19 +33,20 @@ class Target(Protocol):
         ...
 
 
-def make_target(name: str, cache_folder: Path | None) -> Target:
-    """The target of that name, imported only when it is wanted. Raises ValueError or RuntimeError saying what lacks."""
-    if name == "cpu":
+def make_target(config: EngineConfig) -> Target:
+    """The configured target, imported only when it is wanted. Raises ValueError or RuntimeError saying what lacks."""
+    cache_folder = Path(config.compile_cache) if config.compile_cache else None
+    if config.target == "cpu":
         from .cpu import CpuTarget
 
         return CpuTarget(cache_folder)
-    if name == "ascend-sim":
+    if config.target == "ascend-sim":
         from .ascend_sim import AscendSimTarget
 
         simulated: Any = AscendSimTarget(cache_folder)  # its operators do not serve every model yet
         return cast(Target, simulated)
-    if name == "npu":
-        raise ValueError(
-            "target 'npu' cannot be run by this version; 'ascend-sim' checks and executes its graphs anywhere"
-        )
-    raise ValueError(f"unknown target {name!r}; there are cpu, npu and ascend-sim")
+    from .ascend_options import Options
+    from .npu import NpuTarget
+
+    mode = config.npu_mode if config.capture else "eager"
+    return cast(Target, NpuTarget(cache_folder, Options(mode=mode, torchair=dict(config.torchair))))

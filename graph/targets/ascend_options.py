@@ -21,8 +21,23 @@ class Options:
     frozen_parameter: bool = True  # parameters have one address for life
     tiling_on_device: bool = True  # or a step waits for the host to tile by lengths
     sorting: Literal["BFS", "DFS", "RDFS", "StableRDFS"] = "StableRDFS"
-    cache_folder: str | None = None  # of torchair's compiled graphs; None: compile anew
     torchair: Mapping[str, Any] = field(default_factory=dict)
+
+
+_settled: Options | None = None
+
+
+def settle(options: Options) -> None:
+    """Keep to these options for the life of the process. Raises ValueError where it was settled on others."""
+    global _settled
+    _settled = _settled or options
+    if _settled != options:
+        changed = [name for name, value in vars(options).items() if value != getattr(_settled, name)]
+        now, asked = ({name: getattr(one, name) for name in changed} for one in (_settled, options))
+        raise ValueError(
+            f"this process makes its graphs with {now}, and {asked} is asked for: the vendor's graph engine starts "
+            "once in a process and takes no second opinion; use a process of its own"
+        )
 
 
 def compiler_config(options: Options) -> Any:
@@ -33,6 +48,8 @@ def compiler_config(options: Options) -> Any:
     if options.mode == "npugraph_ex":
         config.mode = "npugraph_ex"
         config.experimental_config.frozen_parameter = options.frozen_parameter
+        # Inputs keep their addresses, so none needs a copy; a step returns nothing, so no output needs one either.
+        config.debug.aclgraph.clone_input = False
     else:
         config.mode = "max-autotune"
         config.experimental_config.frozen_parameter = options.frozen_parameter

@@ -26,8 +26,7 @@ from ...host.staging import CpuDevice, Device
 from .. import native
 from ..ops.protocol import Ops
 from ..static_graph import CaptureError, Inputs, StaticGraph, flat_tensors
-
-PACKAGE = Path(__file__).parents[2]
+from .content import content_key, state_of
 
 
 @cache
@@ -37,16 +36,6 @@ def _runtime() -> ctypes.CDLL:
     library.airdecode_graph_constant.restype = ctypes.c_char_p
     library.airdecode_graph_num_constants.restype = ctypes.c_size_t
     return library
-
-
-@cache
-def _source_key() -> str:
-    """The contents of every source that decides what a graph is."""
-    rooms = ("graph", "models", "engine/sampling.py")
-    files = [
-        file for room in rooms for file in sorted(PACKAGE.glob(room if room.endswith(".py") else f"{room}/**/*.*"))
-    ]
-    return native.digest(*(file.read_bytes() for file in files if file.suffix in (".py", ".cpp", ".h")))
 
 
 class CpuTarget:
@@ -77,8 +66,9 @@ class CpuTarget:
         """
         start = time.perf_counter()
         flat = flat_tensors(inputs)
-        state = _state(module)
-        library = self.cache_folder / f"{name}-{_key(name, module, inputs, state, identity)}.so"
+        state = state_of(module)
+        machine = (native.machine_key(), str(torch.get_num_threads()))
+        library = self.cache_folder / f"{name}-{content_key(name, module, inputs, state, identity, *machine)}.so"
         from_cache = library.exists()
         if not from_cache:
             _compile(name, module, inputs, library)
@@ -94,26 +84,6 @@ def usable_cpus() -> int:
     except (OSError, ValueError):
         return count
     return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, aliases included."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    buffers = module.named_buffers(remove_duplicate=False)
-    return {name: tensor.detach() for name, tensor in (*parameters, *buffers)}
-
-
-def _key(name: str, module: nn.Module, inputs: Inputs, state: dict[str, Tensor], identity: str) -> str:
-    def spelled(tensor: object) -> str:
-        assert isinstance(tensor, Tensor)
-        return f"{tuple(tensor.shape)}{tensor.dtype}{tensor.stride()}"
-
-    shapes = str(torch.utils._pytree.tree_map(spelled, inputs))
-    weights = json.dumps({key: spelled(tensor) for key, tensor in state.items()})
-    threads = str(torch.get_num_threads())
-    return native.digest(
-        native.machine_key(), _source_key(), name, type(module).__qualname__, shapes, weights, identity, threads
-    )
 
 
 def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> None:

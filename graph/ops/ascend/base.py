@@ -43,9 +43,16 @@ class AscendBase:
         space = torch.ops.air if self.mode == "ge" else torch.ops.npu
         return space.npu_fused_infer_attention_score_v2(q, keys, values, **keywords)[0]
 
-    def lengths(self, lengths: Any) -> Any:
-        """Tensors in a GE graph; elsewhere the host's list, or for eager what is read back."""
-        return lengths if self.mode == "ge" or isinstance(lengths, list) else lengths.tolist()
+    def lengths(self, step: StepInputs) -> tuple[Any, Any]:
+        """(q_cu_len, kv_len) as attention takes them: tensors in a GE graph, elsewhere lists of the host.
+
+        Where no lists are given, which is eager, they are read back from the device.
+        """
+        if self.mode == "ge":
+            return step.q_cu_len, step.kv_len
+        if step.q_cu_list is None or step.kv_list is None:
+            return step.q_cu_len.tolist(), step.kv_len.tolist()
+        return step.q_cu_list, step.kv_list
 
 
 def table_of(step: StepInputs, group: int, blocks: int) -> Tensor:

@@ -117,6 +117,7 @@ class AscendLatentOps(AscendBase):
                 attention_mode=2,
             )[0]
         causal = {} if step.phase == "decode" else {"sparse_mode": 3, "atten_mask": self.mask}
+        q_cu_len, kv_len = self.lengths(step)
         latent = cache[0].view(blocks, block_size, -1)
         return self.attend(
             query.latent,
@@ -130,8 +131,8 @@ class AscendLatentOps(AscendBase):
             input_layout="TND",
             block_table=table,
             block_size=block_size,
-            actual_seq_qlen=self.lengths(step.q_cu_len),
-            actual_seq_kvlen=self.lengths(step.kv_len),
+            actual_seq_qlen=q_cu_len,
+            actual_seq_kvlen=kv_len,
             **causal,
         )
 

@@ -115,11 +115,12 @@ class AscendOps(AscendExpertOps, AscendLatentOps):
         table = step.groups[group].block_table
         size = heads.kv * heads.dim
         blocks, block_size = cache[0].shape[:2]
+        q_cu_len, kv_len = self.lengths(step)
         keywords: dict[str, Any] = {
             "num_query_heads": heads.query,
             "num_key_value_heads": heads.kv,
             "softmax_scale": scale,
-            "actual_seq_kvlen": self.lengths(step.kv_len),
+            "actual_seq_kvlen": kv_len,
         }
         if step.phase == "decode" and window is None and sinks is None:
             rows = len(q) if table is None else blocks
@@ -129,7 +130,7 @@ class AscendOps(AscendExpertOps, AscendLatentOps):
             out = self.attend(q.view(len(q), 1, -1), keys, values, input_layout="BSH", sparse_mode=0, **keywords)
             return out.view(len(q), -1)
         keywords |= {"block_table": table_of(step, group, blocks), "block_size": block_size}
-        keywords["actual_seq_qlen"] = self.lengths(step.q_cu_len)
+        keywords["actual_seq_qlen"] = q_cu_len
         if window is not None:
             keywords |= {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0, "atten_mask": self.mask}
         elif step.phase == "prefill":

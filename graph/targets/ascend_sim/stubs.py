@@ -14,22 +14,20 @@ import ctypes
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from contextlib import redirect_stdout
-from importlib import import_module, metadata
-from io import StringIO
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 from ...native import cache_folder, compiler, digest
+from ..ascend_load import INSTALL, import_torchair
 from .elf import read_library
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-REMEDY = "install it with: pip install 'airdecode[npu]'"
+REMEDY = f"install it with: {INSTALL}"
 _FOLDER = "ascend-stubs"
 _VERSION = "1"  # of what is generated here: part of the cache key
 _ANSWERS = {  # where 0 would not do
@@ -53,27 +51,12 @@ def load_torch_npu() -> ModuleType:
     os.environ[AUTOLOAD] = "0"  # or torch's own import would load the backend before the libraries stand
     import torch  # noqa: F401
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for library in build_stubs(root):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     try:
-        with redirect_stdout(StringIO()):  # it prints that CANN's folder is not set
-            import torch_npu
-        import_module("torch_npu.dynamo")  # makes `torchair` a module of its own
-        register_attention()
+        return import_torchair()
     except ImportError as error:
         raise NpuUnavailableError(f"torch-npu does not load here: {error}; {REMEDY}") from error
-    finally:
-        for number, handler in handlers.items():  # torchair takes these over, and Ctrl-C with them
-            signal.signal(number, handler)
-    assert torch_npu is not None
-    return sys.modules["torchair"]
-
-
-def register_attention() -> None:
-    """Define the attention operators that take their lengths as tensors; torchair does so when they are first used."""
-    for name in ("", "._npu_fused_infer_attention_score", "._npu_fused_infer_attention_score_v2"):
-        import_module(f"torchair.ops{name}")
 
 
 def wheel_folder() -> Path:
