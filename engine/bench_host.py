@@ -6,8 +6,8 @@ other load is in them.
 
 from __future__ import annotations
 
+import ctypes
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,9 +19,11 @@ import torch
 
 from ..configs.cache import CacheGroup, CachePart
 from ..configs.engine import EngineConfig
+from ..graph.cpu_device import CpuDevice
+from ..graph.static_graph import Launch, StaticGraph
 from ..host.plans import StepPlan
 from ..host.scheduler import Scheduler
-from ..host.staging import Arrival, CpuDevice, Returns, Stager
+from ..host.staging import Arrival, Returns, Stager
 
 MAX_LEN = 2048
 SHORT_PROMPT = 47  # prompts of 1 .. 47 tokens leave room for 2,000 steps, and reach block borders at different steps
@@ -107,26 +109,22 @@ def time_overlap(rows: int, depth: int, step_ms: float, steps: int) -> dict[str,
     device = CpuDevice()
     stager, returns = Stager(device, scheduler.layouts), Returns(device, 4 * rows)
     samples = torch.ones(rows, dtype=torch.int32)
-    runs: list[tuple[float, float]] = []
-    pause = threading.Event()
-
-    def graph() -> None:
-        begin = time.perf_counter()
-        pause.wait(step_ms / 1000)
-        runs.append((begin, time.perf_counter()))
-
+    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    assert sleep is not None
+    graph = StaticGraph("sleep", lambda: time.sleep(step_ms / 1000), (), 0.0, False, (sleep, round(step_ms * 1000)))
+    clocks = [np.zeros(2) for _ in range(steps)]
     flights: deque[tuple[StepPlan, Arrival]] = deque()
-    for _ in range(steps):
+    for clock in clocks:
         plan = _planned(scheduler)
         stager.stage(plan)
-        device.compute.run(graph)
+        device.compute.run(Launch(graph, clock))
         flights.append((plan, returns.send(samples)))
         if len(flights) == depth:
             earlier, arrival = flights.popleft()
             scheduler.commit(earlier, arrival.take())
     device.close()
-    runs = runs[5:]
-    gaps = [after[0] - before[1] for before, after in pairwise(runs)]
+    runs = clocks[5:]
+    gaps = [float(after[0] - before[1]) for before, after in pairwise(runs)]
     share = round(100 * sum(gaps) / (runs[-1][1] - runs[0][1]), 2)
     return {
         "rows": rows,

@@ -203,7 +203,9 @@ class Engine:
         return self._loop.recorder
 
     def close(self) -> None:
-        """Abort what runs, end the threads, give back memory. Closing twice is harmless."""
+        """Abort what runs, end the threads, give back memory. Closing twice, or in a forked child, is harmless."""
+        if self._loop.is_elsewhere:
+            return
         self._loop.close()
         self._runner.close()
         if self.config.trace is not None:

@@ -6,6 +6,7 @@ while step i runs, and that whatever ends the thread ends every request with the
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -61,6 +62,7 @@ class Loop:
         self._snapshots, self._most_held = snapshots, 0
         self._thread = threading.Thread(target=self._run, name="airdecode-loop", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # at the interpreter's end no step may be on its way
 
     # -- from any thread ------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
@@ -102,14 +104,22 @@ class Loop:
 
     def close(self) -> None:
         """End the thread; requests that still run are aborted with what they have."""
+        atexit.unregister(self.close)
+        if self.is_elsewhere:
+            return
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """This process is a fork of the one that the threads live in; a lock may be held for ever here."""
+        return os.getpid() != self._process
+
     def _refuse_if_ended(self) -> None:
-        if os.getpid() != self._process:
+        if self.is_elsewhere:
             raise RuntimeError("this engine was loaded in another process, and its threads live there; load one here")
         if self.error is not None:
             raise RuntimeError(f"the engine has failed and takes no more work: {self.error}") from self.error
@@ -174,6 +184,7 @@ class Loop:
         """Wait for a step's tokens and give them to their samples."""
         assert step.ticket is not None
         results = step.ticket.wait()
+        step.record.spans["run"] = step.ticket.ran
         begin = time.perf_counter()
         for request, tokens in step.scored:  # nothing else is in flight: the buffer is not written now
             assert request.scores is not None and results.scores is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.sampling import MAX_LOGPROBS
-from ..graph.static_graph import GraphBook, StaticGraph
+from ..graph.static_graph import GraphBook, Launch, StaticGraph
 from ..graph.steps import CopyBlocks, DecodeStep, PrefillStep, ScoreStep
 from ..graph.targets import Target
 from ..host.control_block import ControlLayout
@@ -41,9 +41,17 @@ class Results(NamedTuple):
 class Ticket:
     """A step that was launched."""
 
-    def __init__(self, plan: StepPlan, tokens: Arrival, drawn: Arrival | None, layout: ControlLayout | None) -> None:
-        self._plan, self._tokens, self._drawn, self._layout = plan, tokens, drawn, layout
+    def __init__(
+        self, plan: StepPlan, tokens: Arrival, drawn: Arrival | None, layout: ControlLayout | None, clock: np.ndarray
+    ) -> None:
+        """`clock` [2, 2] float64: when the step's graph and the sample graph, if it has one, began and ended."""
+        self._plan, self._tokens, self._drawn, self._layout, self._clock = plan, tokens, drawn, layout, clock
         self.scores: Tensor | None = None
+
+    @property
+    def ran(self) -> tuple[float, float]:
+        """When the step's first graph began and its last one ended, seconds of `time.perf_counter`, after `wait`."""
+        return float(self._clock[0, 0]), float(self._clock[:, 1].max())
 
     def wait(self) -> Results:
         """Wait for the step. Raises what it raised."""
@@ -117,24 +125,16 @@ class Runner:
             self._count_anew(draw)
             sampling.stage(draw)
         record.spans["copy"] = (begin, time.perf_counter())
-        self._run(graph, record)
+        clock = np.zeros((2, 2))
+        self.device.compute.run(Launch(graph, clock[0]))
         if sampling is not None:
-            self._run(sampling.graph, record)
+            self.device.compute.run(Launch(sampling.graph, clock[1]))
         drawn = None if sampling is None else sampling.back.send(sampling.results_block)
         layout = None if sampling is None else sampling.results
-        ticket = Ticket(plan, self._tokens_back.send(self.seat_tokens), drawn, layout)
+        ticket = Ticket(plan, self._tokens_back.send(self.seat_tokens), drawn, layout, clock)
         if score:
             ticket.scores = self._scores[plan.bucket]
         return ticket
-
-    def _run(self, graph: StaticGraph, record: StepRecord) -> None:
-        def timed() -> None:
-            begin = time.perf_counter()
-            graph.run()
-            start, _ = record.spans.get("run", (begin, begin))
-            record.spans["run"] = (start, time.perf_counter())
-
-        self.device.compute.run(timed)
 
     # -- graphs ---------------------------------------------------------------------------------------------------
     def capture_all(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -35,10 +36,24 @@ class StaticGraph:
     inputs: tuple[Tensor, ...]  # flat, in the order of the module's arguments: addresses for life
     seconds: float  # spent on capturing
     from_cache: bool
+    entry: tuple[int, int] | None = None  # `run` as a C function int(void*) and its argument, where there is one
 
     def pointers(self) -> tuple[int, ...]:
         """The addresses of all inputs, which never change."""
         return tuple(tensor.data_ptr() for tensor in self.inputs)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of a graph, and when it began and ended."""
+
+    graph: StaticGraph
+    clock: np.ndarray  # [2] float64, seconds of `time.perf_counter`
+
+    def __call__(self) -> None:
+        self.clock[0] = time.perf_counter()
+        self.graph.run()
+        self.clock[1] = time.perf_counter()
 
 
 def flat_tensors(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -11,16 +11,12 @@ two host and two landing blocks, so the host fills one while the other is on its
 
 `Device`, `Stream` and `Event` are the seam. They map one to one onto `torch.npu` / `torch.cuda`: `host_block` is pinned
 memory, `copy` is `copy_(non_blocking=True)` under the stream, `record` and `wait` are `record_event` and `wait_event`.
-`CpuDevice` keeps the same order with a worker thread. The tests run a device that delays and reorders all it may.
+On a CPU a worker thread keeps the same order. The tests run a device that delays and reorders all it may.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Mapping
-from functools import partial
-from operator import setitem
 from types import MappingProxyType
 from typing import Protocol
 
@@ -195,135 +191,3 @@ class Returns:
         self._device.compute.copy(block, results)
         arrival = self._arrivals[i] = Arrival(block.numpy(), self._device.compute.record())
         return arrival
-
-
-# -- the host as a device ---------------------------------------------------------------------------------------------
-class _Done:
-    """The event of work that is done when it is given."""
-
-    def synchronize(self) -> None:
-        """Nothing is left to wait for."""
-
-
-def _move(target: Tensor, source: Tensor) -> Callable[[], None]:
-    """The copy, ready to be done as one move under the interpreter's lock.
-
-    `Tensor.copy_` may wake a thread pool, and both it and numpy let go of the lock: then the next graph starts only
-    after the thread that was let in has planned its step. And all that can be made ready is: behind a graph that has
-    read every weight the caches are cold, and a first call into torch takes up to half a millisecond.
-    """
-    return partial(setitem, target.numpy().data.cast("B"), slice(None), source.numpy().data.cast("B"))
-
-
-class _CallerStream:
-    """Work is done at once, by the thread that gives it."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        _move(target, source)()
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def record(self) -> Event:
-        return _DONE
-
-    def wait(self, event: Event) -> None:
-        event.synchronize()
-
-
-_DONE = _Done()
-
-
-class _WorkerEvent:
-    """Set by the worker; carries what the work before it raised."""
-
-    def __init__(self, stream: _WorkerStream) -> None:
-        self._stream = stream
-        self._gate = threading.Lock()  # closed until the worker comes; a tenth of the cost of threading.Event
-        self._gate.acquire()
-        self._error: BaseException | None = None
-
-    def synchronize(self) -> None:
-        self._stream.send()
-        with self._gate:
-            pass
-        if self._error is not None:
-            raise RuntimeError(f"an earlier step failed: {self._error}") from self._error
-
-    def set(self, error: BaseException | None) -> None:
-        """The worker has come to this point."""
-        self._error = error
-        self._gate.release()
-
-
-class _WorkerStream:
-    """Work is done by one thread, in order. After an error the rest is skipped, and every later event tells it.
-
-    Waking a thread that sleeps costs more than a small copy, so work is sent with the next graph, or when somebody
-    waits for it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._given: list[Callable[[], None] | _WorkerEvent] = []  # not sent yet
-        self._sent: queue.SimpleQueue[list[Callable[[], None] | _WorkerEvent] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self._given.append(_move(target, source))
-
-    def run(self, work: Callable[[], None]) -> None:
-        self._given.append(work)
-        self.send()
-
-    def record(self) -> Event:
-        event = _WorkerEvent(self)
-        self._given.append(event)
-        return event
-
-    def wait(self, event: Event) -> None:
-        assert event is _DONE, "the caller's stream has done its work when it is given"
-
-    def send(self) -> None:
-        """Let the thread have what was given. Only called by the thread that gives."""
-        if self._given:
-            self._sent.put(self._given)
-            self._given = []
-
-    def close(self) -> None:
-        self.send()
-        self._sent.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (items := self._sent.get()) is not None:
-            for item in items:
-                self._do(item)
-
-    def _do(self, item: Callable[[], None] | _WorkerEvent) -> None:
-        if isinstance(item, _WorkerEvent):
-            item.set(self._error)
-        elif self._error is None:
-            try:
-                item()
-            except BaseException as error:  # told by the next event
-                self._error = error
-
-
-class CpuDevice:
-    """The host's own memory. Uploads are ordered calls; graphs run in a worker thread, so that the order matters."""
-
-    def __init__(self) -> None:
-        self.copies: Stream = _CallerStream()
-        self._worker = _WorkerStream("airdecode-compute")
-        self.compute: Stream = self._worker
-
-    def host_block(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def device_block(self, nbytes: int) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def close(self) -> None:
-        self._worker.close()

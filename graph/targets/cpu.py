@@ -14,7 +14,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...configs.engine import Weights
-from ...host.staging import CpuDevice, Device
+from ...host.staging import Device
 from .. import native
+from ..cpu_device import CpuDevice
 from ..ops.protocol import Ops
 from ..static_graph import CaptureError, Inputs, StaticGraph, flat_tensors
 from .content import content_key, state_of
@@ -73,7 +73,7 @@ class CpuTarget:
         if not from_cache:
             _compile(name, module, inputs, library)
         run = _bind(name, library, state, flat)
-        return StaticGraph(name, run, flat, time.perf_counter() - start, from_cache)
+        return StaticGraph(name, run, flat, time.perf_counter() - start, from_cache, run.entry)
 
 
 def usable_cpus() -> int:
@@ -147,7 +147,7 @@ def _check_calls(name: str, files: list[str]) -> None:
                 )
 
 
-def _bind(name: str, library: Path, state: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+def _bind(name: str, library: Path, state: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> _Run:
     """Open the library and give it weights and inputs, all borrowed; returns the function that runs it."""
     runtime = _runtime()
     message = ctypes.create_string_buffer(1024)
@@ -183,6 +183,13 @@ class _Run:
         self.name, self._graph = name, graph
         self._call = _runtime().airdecode_graph_run
         self._close = _runtime().airdecode_graph_close
+
+    @property
+    def entry(self) -> tuple[int, int]:
+        """The C function and its argument."""
+        function, graph = ctypes.cast(self._call, ctypes.c_void_p).value, self._graph.value
+        assert function is not None and graph is not None
+        return function, graph
 
     def __call__(self) -> None:
         if self._call(self._graph):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -242,3 +244,35 @@ def test_many_short_requests_leave_every_block_free(eager: Make) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
     assert engine.stats()["blocks.0"]["available"] == before
     engine._loop.scheduler.check()
+
+
+ENDING = """
+import os, sys, threading, time
+from airdecode import Engine, SamplingParams
+
+engine = Engine.load(sys.argv[1], "tiny", capture=False, operators="reference", max_model_len=256)
+asked = [[5, 6, 7]] * 4, SamplingParams(max_tokens=250, ignore_eos=True)
+threading.Thread(target=engine.generate, args=asked, daemon=True).start()
+while engine.stats()["steps"] < 5:
+    time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    try:
+        engine.generate([[5]], SamplingParams(max_tokens=1))
+    except RuntimeError as error:
+        print(error, flush=True)
+    engine.close()
+    sys.exit(7)
+print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_process_may_end_without_closing_and_so_may_its_fork() -> None:
+    """In the midst of a step, on a thread that is not Python's own."""
+    command = [sys.executable, "-W", "ignore", "-c", ENDING, str(tiny.folder("llama-gqa"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "this engine was loaded in another process, and its threads live there; load one here",
+        "the child ended with 7",
+    ]
+    assert done.returncode == 0 and done.stderr == ""

@@ -14,10 +14,11 @@ import torch
 from hostile import HostileDevice, LateDevice
 from kv_world import World, config, random_prompt
 
+from airdecode.graph.cpu_device import CpuDevice
 from airdecode.host.block_pool import BlockPool
 from airdecode.host.control_block import ControlLayout
 from airdecode.host.plans import StepPlan
-from airdecode.host.staging import Arrival, CpuDevice, Device, Returns, Stager, Staging
+from airdecode.host.staging import Arrival, Device, Returns, Stager, Staging
 
 DEPTH = 4  # deeper than the engine goes, so that staging must be safe of its own accord
 

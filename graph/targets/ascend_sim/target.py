@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ....host.staging import CpuDevice, Device
+from ....host.staging import Device
+from ...cpu_device import CpuDevice
 from ...ops.ascend.ops import AscendOps
 from ...static_graph import CaptureError, Inputs, StaticGraph, capture_eagerly, flat_tensors
 from ..ascend_options import fix_buffers, fixed
