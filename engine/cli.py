@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,23 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 PROCESS_START = time.perf_counter()
-EXAMPLES = """examples:
-  airdecode generate --model smollm2-135m --prompt "The capital of France is"
-  airdecode generate --model ./my-checkpoint --prompt "Name three fruits." --temperature 0.7 --seed 1
-  airdecode bench --model smollm2-135m --batch 1,8 --prompt-len 128 --new-tokens 128
-  airdecode info --model smollm2-135m
-"""
+EXAMPLES = {
+    "pull": ["pull smollm2-135m"],
+    "generate": [
+        'generate --model smollm2-135m --prompt "The capital of France is"',
+        'generate --model ./my-checkpoint --prompt "Name three fruits." --temperature 0.7 --seed 1',
+    ],
+    "info": ["info --model smollm2-135m", "info --blocks trace.json"],
+    "plan": ["plan --preset deepseek-r1 --memory 64GiB --tp 16 --max-len 131072"],
+    "trace": ['trace --model smollm2-135m --prompt "Once upon a time" --max-tokens 32 --out trace.json'],
+    "inspect": [
+        "inspect --model smollm2-135m --graph decode --bucket 8 --out report",
+        "inspect my_script.py:function   (example_inputs beside it)",
+    ],
+    "bench-host": ["bench-host --rows 1,8,64 --steps 2000"],
+    "eval": ["eval --model smollm2-135m --weights int8,int4"],
+    "bench": ["bench --model smollm2-135m --batch 1,8 --prompt-len 128 --new-tokens 128 --against transformers"],
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,57 +64,54 @@ def _parser() -> argparse.ArgumentParser:
     from .plan import add_arguments as add_plan
     from .plan import main_plan
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="airdecode",
         description="Decode large language models on static graphs.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples(*(examples[0] for examples in EXAMPLES.values())),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    pull = commands.add_parser("pull", help="fetch a demo model into the cache folder")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help, epilog=_examples(*EXAMPLES[name]))
+        command.set_defaults(run=run)
+        return command
+
+    pull = add("pull", _pull, "fetch a demo model into the cache folder")
     pull.add_argument("name", help="smollm2-135m")
-    pull.set_defaults(run=_pull)
-    generate = commands.add_parser("generate", help="continue a prompt", epilog=EXAMPLES)
+    generate = add("generate", _generate, "continue a prompt, or answer it where the model was made for chats")
     _add_engine(generate)
     _add_sampling(generate)
-    generate.set_defaults(run=_generate)
-    info = commands.add_parser("info", help="show a model, its buckets and what memory they take")
+    info = add("info", _info, "show a model, its buckets and what memory they take")
     _add_engine(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.add_argument("--blocks", metavar="TRACE", help="draw the block tables that a trace file holds")
-    info.set_defaults(run=_info)
-    plan = commands.add_parser("plan", help="work out whether a published model fits so many devices, and how far")
-    add_plan(plan)
-    plan.set_defaults(run=main_plan)
-    trace = commands.add_parser("trace", help="decode a few prompts and write a Chrome trace of every step")
+    add_plan(add("plan", main_plan, "work out whether a published model fits so many devices, and how far"))
+    trace = add("trace", _trace, "decode a few prompts and write a Chrome trace of every step")
     _add_engine(trace)
     _add_sampling(trace)
     trace.add_argument("--out", required=True, metavar="FILE.json", help="open it in ui.perfetto.dev")
-    trace.set_defaults(run=_trace)
-    inspect = commands.add_parser(
-        "inspect",
-        help="judge, count and draw the graph of one step, or of your own function",
-        epilog="examples:\n"
-        "  airdecode inspect --model smollm2-135m --graph decode --bucket 8 --out report\n"
-        "  airdecode inspect my_script.py:function   (example_inputs beside it)\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    inspect = add("inspect", _inspect, "judge, count and draw the graph of one step, or of your own function")
     add_inspect(inspect)
     _add_engine(inspect)
-    inspect.set_defaults(run=_inspect)
-    host = commands.add_parser("bench-host", help="measure planning and staging alone, with no device work")
+    host = add("bench-host", _bench_host, "measure planning and staging alone, with no device work")
     host.add_argument("--rows", default="1,8,64,256,1024", help="(default: %(default)s)")
     host.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
     host.add_argument("--json", metavar="FILE", help="write all figures")
     host.add_argument("--plot", metavar="FILE.png", help="draw them")
-    host.set_defaults(run=_bench_host)
-    quality = commands.add_parser("eval", help="what quantised weights cost: perplexity and agreement")
-    add_eval(quality)
-    quality.set_defaults(run=main_eval)
-    bench = commands.add_parser("bench", help="measure latency, side by side in one run", epilog=EXAMPLES)
-    add_bench(bench)
-    bench.set_defaults(run=_bench)
+    add_eval(add("eval", main_eval, "what quantised weights cost: perplexity and agreement"))
+    add_bench(add("bench", _bench, "measure latency, side by side in one run"))
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Keeps the lines of the examples, in every command's help."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
+def _examples(*commands: str) -> str:
+    return "\n".join(["examples:", *(f"  airdecode {command}" for command in commands)])
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

@@ -69,6 +69,14 @@ def test_vendor_names_stand_only_in_their_rooms() -> None:
             assert not names, place
 
 
+def test_every_source_and_preset_is_shipped() -> None:
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    patterns = [Path(*package.split(".")[1:]) / name for package, names in shipped.items() for name in names]
+    found = {file for pattern in patterns for file in ROOT.glob(str(pattern))}
+    files = {file for room in ROOMS for file in (ROOT / room).rglob("*.*") if file.suffix not in (".py", ".pyc")}
+    assert files - found == set()
+
+
 def test_every_subpackage_is_shipped() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     folders = {file.parent.relative_to(ROOT) for room in ROOMS for file in (ROOT / room).rglob("__init__.py")}
