@@ -138,8 +138,13 @@ class Runner:
 
     # -- graphs ---------------------------------------------------------------------------------------------------
     def capture_all(self) -> None:
-        """Capture every bucket's graph now, the smallest first, so that no request waits for one."""
-        for bucket in self._scheduler.layouts:
+        """Capture every bucket's graph now, so that no request waits for one: the smallest first, or on a device with
+        memory of its own the largest, which the others then fit into.
+        """
+        buckets = list(self._scheduler.layouts)
+        if self.target.name == "npu":
+            buckets.sort(key=lambda bucket: bucket.tokens, reverse=True)
+        for bucket in buckets:
             self._graph(bucket.phase, bucket)
 
     def _graph(self, kind: str, bucket: Bucket) -> StaticGraph:

@@ -130,11 +130,12 @@ class NpuTarget:
             fullgraph=True,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},  # nothing but the lists ever changes
         )
+        step: Any = module
         fields, *others = fixed(inputs)
         for tensor in torch.utils._pytree.tree_leaves((fields, others)):
             torch._dynamo.mark_static(tensor)
-        lengths = [fields[module.names.index(field)] for field in LENGTHS]  # type: ignore[union-attr, operator]
-        module.names = (*module.names, *(f"{field}.list" for field in LENGTHS))  # type: ignore[assignment, misc]
+        lengths = [fields[step.names.index(field)] for field in LENGTHS]
+        step.names = (*step.names, *(f"{field}.list" for field in LENGTHS))
         device, ended = self._opened, _Replay()
 
         @torch.no_grad()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...host.staging import Event
+from ...host.staging import Event, Stream
 
 
 class NpuStream:
@@ -54,8 +54,8 @@ class NpuDevice:
         """`npu` is torch.npu."""
         self._device = device
         self._hosts: dict[int, Tensor] = {}
-        self.compute = NpuStream(npu, npu.default_stream(), self._hosts)
-        self.copies = NpuStream(npu, npu.Stream(), self._hosts)
+        self.compute: Stream = NpuStream(npu, npu.default_stream(), self._hosts)
+        self.copies: Stream = NpuStream(npu, npu.Stream(), self._hosts)
 
     def host_block(self, nbytes: int) -> Tensor:
         """Page-locked."""
