@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.sampling import MAX_LOGPROBS
+from ..graph.ops.cpu.memory import Arena
 from ..graph.static_graph import GraphBook, Launch, StaticGraph
 from ..graph.steps import CopyBlocks, DecodeStep, PrefillStep, ScoreStep
 from ..graph.targets import Target
@@ -98,13 +99,14 @@ class Runner:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.target.device)
 
     def _make_caches(self) -> list[tuple[Tensor, ...]]:
-        """Layer caches over all groups, numbered flat: addresses for life."""
+        """Layer caches over all groups, numbered flat: addresses for life. On a CPU they share large pages."""
         ops, block_size = self.model.ops, self._scheduler.config.block_size
+        make = Arena().empty if self.target.device.type == "cpu" else self._make
         caches = []
         for group, space in zip(self.model.groups, self._scheduler.spaces, strict=True):
             for layer in group.layers:
                 shapes = [ops.cache_shape(space.total, block_size, part.heads, part.dim) for part in layer]
-                caches.append(tuple(self._make(shape, ops.dtype) for shape in shapes))
+                caches.append(tuple(make(shape, ops.dtype) for shape in shapes))
         return caches
 
     @property
