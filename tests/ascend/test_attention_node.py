@@ -218,3 +218,9 @@ def test_values_that_a_device_takes_silently_are_refused(said: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(DeviceValueError, match=said):
         attend(torch.zeros(4, H, D), cache, cache, input_layout="TND", **(sound | REFUSED[said]))
+
+
+def test_c030_a_position_behind_the_rotary_table_is_an_error() -> None:
+    table = torch.randn(4, 8)
+    with pytest.raises(DeviceValueError, match=r"holds 4, outside of 0\.\.3"):
+        simulate(lambda table, positions: table.index_select(0, positions), table, torch.tensor([1, 4]))

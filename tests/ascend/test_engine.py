@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,9 +64,39 @@ def test_c027_c031_every_batch_size_equals_transformers(engine: Engine, oracle: 
         assert tokens(engine.generate(asked[:batch], LONG)) == wanted[:batch]
 
 
-def test_c029_chunked_prefill_in_graphs_agrees_with_transformers(engine: Engine, oracle: Any) -> None:
-    (prompt,) = prompts([110])  # three chunks
-    assert tokens(engine.generate([prompt], LONG)) == [greedy(oracle, prompt, 10)]
+def test_c029_c030_chunked_prefill_up_to_the_last_position_agrees_with_transformers(
+    engine: Engine, oracle: Any
+) -> None:
+    (prompt,) = prompts([110])  # three chunks; with 18 tokens more the rotary table is used to its end
+    whole = SamplingParams(max_tokens=18, ignore_eos=True)
+    assert tokens(engine.generate([prompt], whole)) == [greedy(oracle, prompt, 18)]
+
+
+def test_c042_a_run_meets_neither_dynamo_nor_torchair(engine: Engine) -> None:
+    """What is captured is bound: no guard is looked at, nothing is looked up."""
+    graph = engine._runner._graphs["decode", engine._loop.scheduler._decode_buckets[0]]
+    met: set[str] = set()
+
+    def note(frame: Any, event: str, _argument: object) -> None:
+        if event == "call":
+            met.add(frame.f_code.co_filename)
+
+    def run() -> None:
+        sys.setprofile(note)
+        graph.run()
+        sys.setprofile(None)
+
+    engine._loop.call(run)
+    assert met and not [file for file in met if "_dynamo" in file or "torchair" in file]
+
+
+def test_c045_every_step_runs_a_captured_graph(engine: Engine) -> None:
+    known = set(engine.stats()["graphs"]["names"])
+    engine.steps.records.clear()
+    for batch in (1, 2, 3, 4, 9):
+        engine.generate(prompts([5] * batch), SamplingParams(max_tokens=3, ignore_eos=True))
+    ran = {record.graph.replace("[", "-").rstrip("]") for record in engine.steps.records}
+    assert ran and ran <= known and set(engine.stats()["graphs"]["names"]) == known
 
 
 def test_c037_c040_one_graph_a_bucket_whatever_the_lengths(engine: Engine) -> None:

@@ -134,6 +134,7 @@ class AscendExpertOps(AscendBase):
                 f"{experts} experts in {routing.groups} groups; target npu takes {_MOST_EXPERTS} experts at most, in "
                 "groups of more than 2"
             )
+        # npu_moe_gating_top_k_softmax_v2 would normalise by itself; its converter in torch_npu 2.13.0 cannot be called.
         divide = softmax and routing.normalize
         weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(
             logits,

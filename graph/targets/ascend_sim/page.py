@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .costs import MOVING, SILENT, VIEWS
 from .ge_graph import Graph, Node
-
-if TYPE_CHECKING:
-    from .report import Report
+from .report import Report, keys_said
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #1d2733; }
@@ -44,7 +42,9 @@ def page(report: Report) -> str:
 def _headline(data: dict[str, Any]) -> str:
     verdict = "No errors" if data["ok"] else "Errors"
     text = f"{verdict}; {data['graphs']} graph{'' if data['graphs'] == 1 else 's'}"
-    return text if data["floor_us"] is None else f"{text}; floor of a step on {data['chip']}: {data['floor_us']:.1f} µs"
+    if data["floor_us"] is None:
+        return text
+    return f"{text}; floor of a step on {data['chip']}: {data['floor_us']:.1f} µs, {keys_said(data['kv_len'])}"
 
 
 def _others(layers: Sequence[int | None]) -> str:

@@ -181,11 +181,16 @@ def _operator_lines(data: Mapping[str, Any]) -> list[str]:
     if data["floor_us"] is None:
         return ["operators", *(f"  {row['count']:4} {row['type']}" for row in data["operators"])]
     lines = [f"operators: {_si(data['flops'])}FLOP, {_si(data['bytes'])}B"]
-    lines.append(f"floor of a step on {data['chip']}: {data['floor_us']:.1f} us")
+    lines.append(f"floor of a step on {data['chip']}: {data['floor_us']:.1f} us, {keys_said(data['kv_len'])}")
     for row in data["operators"]:
         flops, moved = _si(row["flops"]), _si(row["bytes"])
         lines.append(f"  {row['count']:4} {row['type']:26} {flops:>9}FLOP {moved:>9}B  {row['floor_us']:.2f} us")
     return lines
+
+
+def keys_said(kv_len: int | None) -> str:
+    """What a floor takes a row to attend to."""
+    return "each row over all keys that it has room for" if kv_len is None else f"each row over {kv_len} keys"
 
 
 def _input_lines(inputs: Sequence[Mapping[str, Any]]) -> list[str]:
