@@ -212,3 +212,12 @@ def test_a_router_is_wide_and_a_lookup_is_not_packed() -> None:
     table = ops.linear(12, [5], lookup=True)
     table.load([weight])
     assert torch.equal(table.rows(ints(4, 0)), weight[[4, 0]].to(torch.bfloat16))
+
+
+def test_norms_take_a_part_of_a_wider_matrix() -> None:
+    """As a model cuts queries from what one product gave."""
+    ops, golden = CpuOps(torch.float32), ReferenceOps(torch.float32)
+    x, weight = torch.randn(5, 40)[:, 3:20], torch.rand(17)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), golden.rms_norm(x, weight, 1e-5))
+    for got, want in zip(ops.add_rms_norm(x, x, weight, 1e-5), golden.add_rms_norm(x, x, weight, 1e-5), strict=True):
+        torch.testing.assert_close(got, want)

@@ -136,3 +136,25 @@ def _register_shapes() -> None:
         window: int,
     ) -> Tensor:
         return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+    @fake("airdecode::air_latent_attention")
+    def _(q: Tensor, *rest: object) -> Tensor:
+        return q.new_empty(q.shape)
+
+    @fake("airdecode::air_latent_select")
+    def _(
+        q: Tensor,
+        head_weights: Tensor,
+        key: Tensor,
+        positions: Tensor,
+        q_cu_len: Tensor,
+        kv_len: Tensor,
+        block_table: Tensor | None,
+        top: int,
+    ) -> Tensor:
+        blocks = key.shape[0] // len(kv_len) if block_table is None else block_table.shape[1]
+        return q.new_empty(len(q), min(top, blocks * key.shape[1]), dtype=torch.int32)
+
+    @fake("airdecode::air_head_linear")
+    def _(x: Tensor, weight: Tensor, columns: int) -> Tensor:
+        return x.new_empty(x.shape[0], x.shape[1], columns)

@@ -20,13 +20,14 @@ from ..protocol_experts import ClampedSwiglu
 from ..reference import ReferenceLinear, ReferenceOps
 from . import library
 from .experts import ACTIVATIONS, CpuExperts
+from .latent import CpuLatentOps
 from .linear import CpuLinear
 from .memory import Arena
 
 _KEPT: Mapping[Weights, torch.dtype | None] = MappingProxyType({"auto": None, "int8": torch.int8, "int4": torch.uint8})
 
 
-class CpuOps(ReferenceOps):
+class CpuOps(CpuLatentOps, ReferenceOps):
     """The protocol `Ops`, see there for what each operator takes and gives. What is not here is the golden one."""
 
     name = "cpu"
@@ -38,7 +39,7 @@ class CpuOps(ReferenceOps):
 
         Raises ValueError on a dtype that the kernels do not have, RuntimeError without a C++ compiler."""
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"dtype is {dtype}; the cpu operators take float32 and bfloat16")
+            raise ValueError(f"dtype is {dtype}; the cpu operators take dtype='float32' and dtype='bfloat16'")
         super().__init__(dtype)
         library.load()
         self._kept = _KEPT[weights]
@@ -86,10 +87,10 @@ class CpuOps(ReferenceOps):
 
     # -- one token at a time --------------------------------------------------------------------------------------
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch.ops.airdecode.air_rms_norm(x, weight, eps)
+        return torch.ops.airdecode.air_rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return torch.ops.airdecode.air_add_rms_norm(x, residual, weight, eps)
+        return torch.ops.airdecode.air_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
     def gated_mlp(  # type: ignore[override]
         self, x: Tensor, gate_up: CpuLinear, down: CpuLinear, activation: Activation = "silu"
