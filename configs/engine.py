@@ -25,7 +25,8 @@ class EngineConfig:
     capture: bool = True  # False runs the same steps eagerly: the golden track, and the baseline of `bench`
     npu_mode: Literal["ge", "npugraph_ex"] = "ge"  # target npu: a graph of GE's, or one run's kernels captured
     torchair: Mapping[str, Any] = field(default_factory=dict)  # target npu: options of torchair's own, by dotted name
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations and cache; "auto": the checkpoint's
+    # Of activations and cache; "auto": the checkpoint's, but bfloat16 on target cpu where that is float16.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     weights: Weights = "auto"  # "auto": as `dtype`; else linear layers and the head are quantised at load
     cache: Literal["paged", "static", "contiguous"] = "paged"  # blocks on demand, or rows for life
     block_size: int = 16  # P, tokens in a block

@@ -226,9 +226,22 @@ def max_len_of(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_model_len or min(allowed, DEFAULT_MAX_LEN)
 
 
+def dtype_of(config: EngineConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """Of activations and caches: what the configuration says, or else the checkpoint's.
+
+    Target cpu computes in no float16: such a checkpoint runs in bfloat16, which takes as much memory.
+    """
+    if config.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, config.dtype)
+        return chosen
+    if config.target == "cpu" and checkpoint.dtype == torch.float16:
+        return torch.bfloat16
+    return checkpoint.dtype
+
+
 def make_ops(config: EngineConfig, target: Target, checkpoint: Checkpoint) -> Ops:
-    """The operators that a configuration asks for, in its dtype or else the checkpoint's."""
-    dtype = checkpoint.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    """The operators that a configuration asks for, in the dtype of `dtype_of`."""
+    dtype = dtype_of(config, checkpoint)
     if config.operators == "reference":
         from ..graph.ops.reference import ReferenceOps
 

@@ -81,7 +81,7 @@ def describe(model: str, config: EngineConfig, say: Callable[[str], None]) -> Fa
             "engine": {
                 "target": _plain(config.target),
                 "operators": _plain(ops.name),
-                "dtype": _plain(report.dtype),
+                "dtype": _dtype(report.dtype, checkpoint.dtype, config),
                 "max_model_len": _plain(max_model_len),
                 "max_rows": _plain(config.max_rows),
                 "threads": _plain(config.threads or torch.get_num_threads()),
@@ -139,6 +139,14 @@ def _cache(group: CacheGroup, space: BlockSpace, block_size: int, itemsize: int)
         "bytes": token * block_size * space.total,
     }
     return Fact(text, data)
+
+
+def _dtype(chosen: str, stored: torch.dtype, config: EngineConfig) -> Fact:
+    """Of activations and caches, and why it is not the checkpoint's."""
+    if config.dtype == "auto" and chosen != str(stored).removeprefix("torch."):
+        of = str(stored).removeprefix("torch.")
+        return Fact(f"{chosen}, for target {config.target} has no {of}; dtype=float32 rounds nothing", chosen)
+    return Fact(chosen, chosen)
 
 
 def _plain(value: Any) -> Fact:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
 
+from airdecode import Engine
 from airdecode.configs.engine import EngineConfig
 from airdecode.engine.info import Facts, describe
 
 
-def facts(name: str, **overrides: Any) -> Facts:
+def facts(name: str | Path, **overrides: Any) -> Facts:
     settings = {"operators": "reference", "max_rows": 2, "max_model_len": 64, "block_size": 4, "prefill_tokens": 32}
-    return describe(str(tiny.folder(name)), EngineConfig.parse(settings | overrides), print)
+    folder = tiny.folder(name) if isinstance(name, str) else name
+    return describe(str(folder), EngineConfig.parse(settings | overrides), print)
 
 
 def test_a_latent_cache_holds_rank_and_rotary_numbers_a_token_a_layer() -> None:
@@ -65,3 +72,27 @@ def test_unused_tensors_are_named_and_not_without_end() -> None:
     unused = shown.as_dict()["model"]["unused tensors"]
     assert len(unused) == 2 * 3 * 2 and "model.layers.0.mlp.experts.5.gate_proj.weight" in unused
     assert "and 4 more" in shown.as_text()
+
+
+def test_a_float16_checkpoint_runs_in_bfloat16_and_says_so(tmp_path: Path) -> None:
+    """Target cpu computes in no float16; the other choice is float32, which takes twice the memory."""
+    folder = tmp_path / "half"
+    shutil.copytree(tiny.folder("llama-gqa"), folder)
+    halves = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text()) | {"dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    shown = facts(folder, operators="auto")
+    assert shown.as_dict()["engine"]["dtype"] == "bfloat16"
+    assert "bfloat16, for target cpu has no float16; dtype=float32 rounds nothing" in shown.as_text()
+    assert "float16;" not in facts(folder, dtype="float32").as_text()
+    settings: dict[str, Any] = {"capture": False, "threads": 1, "max_model_len": 64}
+    with (
+        Engine.load(folder, "tiny", **settings) as auto,
+        Engine.load(folder, "tiny", dtype="float32", **settings) as wide,
+    ):
+        ids = [5, 60, 7, 88, 9]
+        with torch.no_grad():
+            want = tiny.load_oracle(folder)(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(wide.score(ids), want, atol=1e-4, rtol=0)
+        assert (auto.score(ids) - want).abs().median() < 0.05
