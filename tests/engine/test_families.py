@@ -21,6 +21,7 @@ LENGTHS = [3, 8, 13]  # within a block of 4, on its border, behind several
 FAST, SLOW = 12, pytest.param(48, marks=pytest.mark.slow)
 CLOSE: dict[str, float] = {"atol": 1e-4, "rtol": 0.0}
 WINDOWED = ["gpt-oss", "mistral-window", "qwen2-window"]
+CAPTURED = ["qwen3-moe", "gpt-oss", "deepseek", "deepseek-v32", "longcat"]
 
 
 class Family:
@@ -75,8 +76,14 @@ def test_greedy_alone_and_again_over_a_cached_prefix(family: Family, new_tokens:
 @pytest.mark.parametrize("new_tokens", [FAST, SLOW])
 @pytest.mark.parametrize(
     "overrides",
-    [{"cache": "contiguous", "prefix_cache": False, "prefill_tokens": 7}, {"prefill_tokens": 1}, {"prefill_tokens": 7}],
-    ids=["contiguous, chunks of 7", "chunks of 1", "chunks of 7"],
+    [
+        {"cache": "contiguous", "prefix_cache": False, "prefill_tokens": 7},
+        {"prefill_tokens": 1},
+        {"prefill_tokens": 7},
+        {"operators": "cpu"},
+        {"operators": "cpu", "cache": "contiguous", "prefix_cache": False, "prefill_tokens": 7},
+    ],
+    ids=["contiguous, chunks of 7", "chunks of 1", "chunks of 7", "cpu, whole", "cpu, contiguous, chunks of 7"],
 )
 def test_greedy_is_the_same_in_every_way_of_running(family: Family, overrides: dict[str, Any], new_tokens: int) -> None:
     """All prompts in one batch, more of them than in `truth`."""
@@ -87,8 +94,25 @@ def test_greedy_is_the_same_in_every_way_of_running(family: Family, overrides: d
 
 def test_score(family: Family) -> None:
     prompt = prompts([33], seed=2)[0]
-    for engine in (family.engine(), family.engine(prefill_tokens=7)):
+    for engine in (family.engine(), family.engine(prefill_tokens=7), family.engine(operators="cpu")):
         torch.testing.assert_close(engine.score(prompt), tiny.logits(family.name, prompt), **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_graphs_say_the_same(name: str) -> None:
+    """Compiled for the CPU, whole and in chunks, several rows at once."""
+    family = Family(name)
+    with (
+        family.engine(),
+        family.engine(
+            capture=True, operators="auto", max_rows=4, decode_buckets=[4], prefill_tokens=16, prefill_buckets=[16]
+        ) as captured,
+    ):
+        assert family.ask(captured, prompts(LENGTHS), 48) == family.truth(48)
+        prompt = prompts([33], seed=2)[0]
+        torch.testing.assert_close(captured.score(prompt), tiny.logits(name, prompt), **CLOSE)
+        assert captured.stats()["graphs"]["recompiles"] == 0
 
 
 @pytest.mark.parametrize("name", WINDOWED)

@@ -69,6 +69,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         "LlamaConfig", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, head_dim=6
     ),
     "llama-biased": _config("LlamaConfig", attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh"),
+    "llama-odd": _config("LlamaConfig", hidden_size=36, num_attention_heads=9, num_key_value_heads=3),
     "llama-head-dim": _config("LlamaConfig", head_dim=24, num_attention_heads=8, num_key_value_heads=2),
     "mistral-window": _config("MistralConfig", sliding_window=6),
     "qwen2": _config("Qwen2Config"),
@@ -95,6 +96,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_attention_heads=6,
         num_key_value_heads=3,
     ),
+    "qwen3-moe-eight": _config(
+        "Qwen3MoeConfig",
+        head_dim=6,
+        num_experts=11,
+        num_experts_per_tok=8,
+        moe_intermediate_size=16,
+        norm_topk_prob=False,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        rope_parameters=YARN_ROPE,
+    ),
 }
 CONFIGS["granite"] = _config(
     "GraniteConfig",
@@ -108,7 +120,16 @@ _GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sw
 CONFIGS |= {
     "gpt-oss": _config("GptOssConfig", **_GPT_OSS, sliding_window=3, rope_parameters=YARN_ROPE),
     "gpt-oss-wide": _config(
-        "GptOssConfig", **(_GPT_OSS | {"num_experts_per_tok": 4}), sliding_window=40, num_hidden_layers=3
+        "GptOssConfig",
+        **(_GPT_OSS | {"num_local_experts": 10, "num_experts_per_tok": 8}),
+        sliding_window=40,
+        num_hidden_layers=3,
+    ),
+    "gpt-oss-one": _config(
+        "GptOssConfig",
+        **(_GPT_OSS | {"num_experts_per_tok": 1, "num_attention_heads": 9, "num_key_value_heads": 3}),
+        sliding_window=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
 }
 _DEEPSEEK = {
@@ -135,10 +156,16 @@ CONFIGS |= {
     ),
     "deepseek-eight": _config(
         "DeepseekV3Config",
-        **(_DEEPSEEK | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+        **(_DEEPSEEK | {"n_routed_experts": 11, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1})
+        | {"first_k_dense_replace": 0},
         norm_topk_prob=False,
         n_shared_experts=2,
         attention_bias=True,
+    ),
+    "deepseek-one": _config(
+        "DeepseekV3Config",
+        **(_DEEPSEEK | {"num_experts_per_tok": 1, "num_attention_heads": 5, "num_key_value_heads": 5}),
+        rope_interleave=False,
     ),
 }
 # Many index heads: with few of them whole scores are 0, and which of several equals transformers takes is undefined.
@@ -163,13 +190,29 @@ _LONGCAT = {
 CONFIGS |= {
     "deepseek-v32": _config("DeepseekV32Config", **_DEEPSEEK, **_INDEXER, index_topk=5, num_hidden_layers=3),
     "deepseek-v32-all": _config(
-        "DeepseekV32Config", **_DEEPSEEK, **_INDEXER, index_topk=64, rope_parameters=YARN_ROPE | _MSCALE
+        "DeepseekV32Config",
+        **(_DEEPSEEK | {"n_routed_experts": 12, "num_experts_per_tok": 8, "topk_group": 3}),
+        **_INDEXER,
+        index_topk=64,
+        rope_parameters=YARN_ROPE | _MSCALE,
+    ),
+    "deepseek-v32-one": _config(
+        "DeepseekV32Config",
+        **(_DEEPSEEK | {"num_experts_per_tok": 1, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        **_INDEXER,
+        index_topk=9,
     ),
     "longcat": _config("LongcatFlashConfig", **_LONGCAT),
     "longcat-yarn": _config(
         "LongcatFlashConfig",
-        **(_LONGCAT | {"moe_topk": 8, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        **(_LONGCAT | {"n_routed_experts": 7, "moe_topk": 8, "num_attention_heads": 3, "num_key_value_heads": 3}),
         rope_parameters=YARN_ROPE | _MSCALE,
+        routed_scaling_factor=2.5,  # at 6, transformers in float32 is 1e-4 from itself in float64
+    ),
+    # One choice a token is not there: transformers' own layer fails on it.
+    "longcat-two": _config(
+        "LongcatFlashConfig",
+        **(_LONGCAT | {"moe_topk": 2, "num_attention_heads": 5, "num_key_value_heads": 5, "zero_expert_num": 1}),
     ),
 }
 
@@ -196,7 +239,8 @@ def randomize(model: nn.Module) -> None:
         for name, parameter in [*model.named_parameters(), *corrections]:
             if parameter.ndim == 1:
                 around = 1.0 if "norm" in name else 0.0
-                parameter.copy_(around + 0.5 * torch.randn_like(parameter))
+                spread = 4.0 if "sinks" in name else 0.5
+                parameter.copy_(around + spread * torch.randn_like(parameter))
             else:
                 parameter.copy_(1.5 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
 
