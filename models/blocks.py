@@ -81,7 +81,7 @@ class Attention(nn.Module):
         """[T, C] -> [T, C]; the step's keys and values are written into this layer's cache."""
         group, cache = self.place.group, caches[self.place.number]
         q = self.ops.rotate_and_cache(
-            self.qkv(x),
+            self.project(x),
             self.heads,
             rotary,
             cache,
@@ -101,6 +101,10 @@ class Attention(nn.Module):
             sinks=self.sinks,
         )
         return self.out(attended)
+
+    def project(self, x: Tensor) -> Tensor:
+        """[T, C] -> queries, keys and values [T, (H + 2G) * D]; what a family does to them as a whole goes here."""
+        return self.qkv(x)
 
     def weights(self, name: str) -> Iterator[Load]:
         """From tensors under `name`, as Llama names them."""

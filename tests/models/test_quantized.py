@@ -15,6 +15,7 @@ import torch
 from harness import Harness
 from safetensors.torch import load_file, save_file
 
+from airdecode.configs.engine import EngineConfig
 from airdecode.graph.ops.reference import ReferenceOps
 from airdecode.models.loader import inspect_model, load_model
 from airdecode.models.quantized import decode_fp8, decode_mxfp4, fp8_scale_shape
@@ -79,6 +80,18 @@ def test_fp8_checkpoint_equals_its_twin(tmp_path: Path, name: str) -> None:
     twin = rewrite(source, tmp_path / "twin", lambda t: t.update(kept))
     assert torch.equal(logits(coded), logits(twin)) and not torch.equal(logits(twin), logits(source))
     assert inspect_model(coded, OPS, 32).unused_tensors == ()
+
+
+def test_c068_no_scale_quantises_a_cache(tmp_path: Path) -> None:
+    """Keys and values are kept in the dtype of activations; scales for them are named, not taken for 1."""
+    scales = {f"model.layers.0.self_attn.{part}_scale": torch.tensor([0.035]) for part in "kv"}
+    folder = rewrite(tiny.folder("qwen3"), tmp_path / "scaled", lambda t: t.update(scales))
+    assert inspect_model(folder, OPS, 32).unused_tensors == tuple(sorted(scales))
+    assert torch.equal(logits(folder), logits(tiny.folder("qwen3")))
+    with pytest.raises(ValueError, match="unknown key 'kv_cache_dtype'"):
+        EngineConfig.parse({"kv_cache_dtype": "int8"})
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        EngineConfig.parse({"dtype": "int8"})
 
 
 MXFP4_CONFIG = tiny._config("GptOssConfig", **(tiny._GPT_OSS | {"intermediate_size": 64, "sliding_window": 3}))

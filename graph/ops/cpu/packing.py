@@ -49,6 +49,8 @@ def _padded(weight: Tensor, depth: int) -> Tensor:
 
     They are multiplied by 0, and the grid that they share is not stretched for them.
     """
+    if weight.shape[1] == depth and len(weight) % 32 == 0:
+        return weight  # two copies less while a large matrix is loaded
     last = weight[:, -1:].expand(-1, depth - weight.shape[1])
     return functional.pad(torch.cat([weight, last], dim=1), (0, 0, 0, -len(weight) % 32))
 
