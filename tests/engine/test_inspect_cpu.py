@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from airdecode.engine.cli import main
+from airdecode.graph.targets.ascend_sim.report import span
 
 
 def test_a_decode_step_of_the_cpu_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +28,12 @@ def test_a_decode_step_of_the_cpu_target(tmp_path: Path, capsys: pytest.CaptureF
 def test_other_targets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--model", str(tiny.folder("qwen3")), "--target", "npu"]) == 2
     assert "use ascend-sim or cpu" in capsys.readouterr().err
+
+
+def test_equal_layers_are_named_in_runs() -> None:
+    assert [span(layers) for layers in ([None], [4], [1, 2, 3], [0, 2, 3, 7, 8])] == [
+        "elsewhere",
+        "4",
+        "1-3",
+        "0, 2-3, 7-8",
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from .costs import MOVING, SILENT, VIEWS
 from .ge_graph import Graph, Node
-from .report import Report, keys_said
+from .report import Report, keys_said, span
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #1d2733; }
@@ -83,7 +83,7 @@ def _operators(data: dict[str, Any]) -> str:
 def _layers(data: dict[str, Any]) -> str:
     rows = []
     for row in data["layers"]:
-        name = "elsewhere" if row["layers"][0] is None else ", ".join(map(str, row["layers"]))
+        name = span(row["layers"])
         types = ", ".join(f"{number} {kind}" for kind, number in sorted(row["types"].items()))
         rows.append([name, row["compute"], row["moving"], types])
     return _table(["layers", "compute", "moving", "operators"], rows)

@@ -122,7 +122,7 @@ class Report:
         lines += ["", "layers"]
         for row in data["layers"]:
             types = ", ".join(f"{number} {kind}" for kind, number in sorted(row["types"].items()))
-            lines.append(f"  {_span(row['layers']):>9}  {row['compute']} compute, {row['moving']} moving: {types}")
+            lines.append(f"  {span(row['layers']):>9}  {row['compute']} compute, {row['moving']} moving: {types}")
         if data["not_interpreted"]:
             lines += ["", "no meaning in the interpreter: " + ", ".join(data["not_interpreted"])]
         return "\n".join(lines)
@@ -220,10 +220,18 @@ def _summary(findings: Sequence[Finding]) -> str:
     return ", ".join(text for text in counted if not text.startswith("0")) or "none"
 
 
-def _span(layers: Sequence[int | None]) -> str:
+def span(layers: Sequence[int | None]) -> str:
+    """Equal layers in words: 0, 2-5."""
     if layers[0] is None:
         return "elsewhere"
-    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+    runs: list[list[int]] = []
+    for layer in layers:
+        assert layer is not None
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _dtype(dtype: Any) -> str:
