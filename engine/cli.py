@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 PROCESS_START = time.perf_counter()
+SMALLER = "lower max_rows, max_model_len, num_blocks or prefill_tokens"
 EXAMPLES = {
     "pull": ["pull smollm2-135m"],
     "generate": [
@@ -44,12 +45,15 @@ EXAMPLES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)  # which imports torch: a second in which a user may think again
         status = arguments.run(arguments)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"airdecode: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ValueError, FileNotFoundError)) else 1
+    except MemoryError as error:
+        print(f"airdecode: out of memory ({str(error) or 'on the host'}); {SMALLER}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("airdecode: interrupted", file=sys.stderr)
         return 130
@@ -186,10 +190,22 @@ def _params(arguments: argparse.Namespace) -> SamplingParams:
 
 def _prompt(arguments: argparse.Namespace, engine: Engine) -> Any:
     """A user's message where the model was made for chats, else the text itself."""
-    text = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
+    text = arguments.prompt if arguments.prompt is not None else _standard_input()
     if arguments.raw or not text or not engine.text.has_chat_template:
         return text
     return [{"role": "user", "content": text}]
+
+
+def _standard_input() -> str:
+    """All of it as UTF-8, whatever the locale says."""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"standard input is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it, for example "
+            "with iconv -t UTF-8"
+        ) from None
 
 
 def _generate(arguments: argparse.Namespace) -> None:

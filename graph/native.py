@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def build(name: str, sources: Sequence[Path], depends: Sequence[Path] = ()) -> P
     """
     contents = [path.read_bytes() for path in (*sources, *depends)]
     target = cache_folder() / "native" / f"{name}-{digest(machine_key(), ' '.join(FLAGS), *contents)}.so"
-    if target.exists():
+    if is_whole(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     root = Path(torch.__file__).parent
@@ -76,10 +77,13 @@ def build(name: str, sources: Sequence[Path], depends: Sequence[Path] = ()) -> P
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each waits for a compiler of its own
             pairs = zip(sources, objects, strict=True)
-            for made in [
-                pool.submit(_run, name, "-c", source, "-o", made, f"-I{root}/include") for source, made in pairs
-            ]:
-                made.result()
+            running = [pool.submit(_run, name, "-c", source, "-o", made, f"-I{root}/include") for source, made in pairs]
+            try:
+                for made in running:
+                    made.result()
+            except BaseException:  # an error, or an interruption: no further compiler starts
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         library = Path(folder) / target.name
         linked = ("-shared", f"-L{root}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib", "-ldl")
         _run(name, *objects, "-o", library, *linked)
@@ -91,6 +95,24 @@ def _run(name: str, *arguments: str | Path) -> None:
     done = subprocess.run([compiler(), *FLAGS, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} did not compile: {done.stderr.strip()[-2000:]}")
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is there to its end. Loading one that was cut short would kill the process (SIGBUS).
+
+    The linker writes the table of sections last, and the header says where it ends (ELF64: `man elf`).
+    """
+    try:
+        with library.open("rb") as file:
+            header = file.read(64)
+            size = file.seek(0, os.SEEK_END)
+    except FileNotFoundError:
+        return False
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    (sections,) = struct.unpack_from("=Q", header, 40)
+    entry, count = struct.unpack_from("=HH", header, 58)
+    return size >= int(sections + entry * count)
 
 
 def load(path: Path) -> ctypes.CDLL:

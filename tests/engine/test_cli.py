@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +120,43 @@ def test_a_mistake_is_one_line_and_status_2(
     assert captured.out == ""
     (line,) = [line for line in captured.err.splitlines() if line.startswith("airdecode: ")]
     assert words in line
+
+
+def _standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+
+
+def test_standard_input_is_utf8_whatever_the_locale(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", "--model", str(folder), *EAGER, "--max-tokens", "4", "--json"]
+    assert main([*command, "--prompt", "café"]) == 0
+    given = json.loads(capsys.readouterr().out)["prompt_token_ids"]
+    _standard_input(monkeypatch, "café".encode())
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_token_ids"] == given
+    _standard_input(monkeypatch, b"caf\xff ok")
+    assert main(command) == 2
+    assert "standard input is not UTF-8: byte 3 is 0xff" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["num_blocks", "prefill_tokens", "max_rows"])
+def test_no_memory_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    command = ["generate", "--model", str(folder), *EAGER, "--prompt", "a", "--set", f"{key}={2**50}"]
+    assert main(command) in (1, 2)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("airdecode: ")]
+    assert key in line
+
+
+def test_an_interruption_while_starting_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("airdecode.engine.cli._parser", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "airdecode: interrupted\n"
 
 
 def test_info_needs_no_weights_in_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
