@@ -39,6 +39,8 @@ def run(
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure decode steps of each number of rows, block sizes at 64 rows, and the overlap with a sleeping device."""
+    if steps < 1 or min(rows) < 1:
+        raise ValueError(f"steps is {steps}, rows are {list(rows)}; each must be at least 1")
     steps = min(steps, MAX_LEN - SHORT_PROMPT - 1)
     result: dict[str, Any] = {"steps": steps, "decode": [], "block_sizes": [], "overlap": []}
     for count in rows:

@@ -219,6 +219,8 @@ def _why(package: Package, words: str) -> str:
         python = sys.executable
         return f"{package.requirement} cannot be downloaded: {python} has no pip; run {python} -m ensurepip"
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    if errors and errors[0] == "Exception:":  # pip's own failure, a full disk for one: the traceback's end says which
+        errors = lines[-1:]
     reason = (errors or lines or ["pip ended without a word"])[0]
     return (
         f"{package.requirement} cannot be downloaded ({reason}); check the network and pip's index settings, or give "

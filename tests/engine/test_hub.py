@@ -116,6 +116,11 @@ def test_no_index_is_one_line_with_a_remedy(cache: Path, index: Path) -> None:
     assert left_over(cache) == []
 
 
+def test_a_failure_of_pips_own_is_told_by_its_cause() -> None:
+    words = "ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space left on device\n"
+    assert "(OSError: [Errno 28] No space left on device)" in hub._why(hub.KNOWN["smollm2-135m"], words)
+
+
 def test_a_gguf_file_is_converted_once_and_again_when_it_changes(cache: Path, tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "my.model.gguf")
     first = hub.resolve(str(path), quiet)

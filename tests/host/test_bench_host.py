@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from airdecode.engine import bench_host
 
 
@@ -21,3 +23,9 @@ def test_every_figure_is_there_and_counts_add_up(tmp_path: Path) -> None:
     assert len(lines) == 2 + 2 + 2 + 2 + 2 + 4 and lines[0].startswith("decode step, host only, 20 steps")
     bench_host.plot(result, str(tmp_path / "host.png"))
     assert (tmp_path / "host.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("rows", "steps"), [((1, 0), 20), ((1,), 0), ((1,), -3)])
+def test_nothing_to_measure_is_refused(rows: tuple[int, ...], steps: int) -> None:
+    with pytest.raises(ValueError, match=f"steps is {steps}, rows are .*at least 1"):
+        bench_host.run(rows, steps)
