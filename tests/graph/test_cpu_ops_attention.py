@@ -128,6 +128,16 @@ def test_many_query_heads_of_one_kv_head(kernels: str) -> None:
         World(Heads(query=130, kv=1, dim=32), [q_len, 2], past=[150, 0], dtype=torch.bfloat16).check()
 
 
+@pytest.mark.parametrize(
+    "heads", [Heads(32, 4, 64), Heads(33, 3, 32), Heads(48, 3, 64), Heads(32, 16, 128), Heads(9, 3, 256)]
+)
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_one_token_over_a_long_context(kernels: str, heads: Heads, block_size: int) -> None:
+    torch.manual_seed(0)
+    World(heads, [1, 1], [190, 1000], block_size, sinks=True, dtype=torch.bfloat16).check()
+    World(heads, [1, 1], [190, 1000], block_size, window=150, dtype=torch.bfloat16).check()
+
+
 @pytest.mark.parametrize("past", [2, 3, 4, 5, 10, 140])
 @pytest.mark.parametrize("new", [1, 2, 7])
 def test_c046_window_counts_itself(past: int, new: int) -> None:

@@ -1,10 +1,12 @@
 // Paged attention over all rows of a step. A row with few queries (decode) is split by chunks of keys, each read once
-// for all heads, and merged; a row with many (prefill) by blocks of queries and kv heads. How a row is split depends on
-// that row alone: its result is the same in any batch and on any number of threads.
+// for all heads, and merged (with a single query, see attention_lone.h); a row with many (prefill) by blocks of queries
+// and kv heads. How a row is split depends on that row alone: its result is the same in any batch and on any number of
+// threads.
 #include <stdexcept>
 #include <vector>
 
 #include "attention_block.h"
+#include "attention_lone.h"
 
 namespace airdecode {
 namespace {
@@ -89,6 +91,7 @@ class Plan {
     int64_t next = first + kPartKeys < task.high ? first + kPartKeys : first;
     ChunkKeys<T> source(op_, task.row, first, kPartKeys, task.low, task.high);
     ChunkKeys<T> after(op_, task.row, next, kPartKeys, task.low, task.high);
+    if (lone(task)) return lone_part(item, last, first, fetched && item.chunk, source, after);
     if (!fetched) source.fetch();
     QueryBlock<T> block(op_, task.token, task.count);
     TileScope scope(block.rows);
@@ -105,6 +108,56 @@ class Plan {
         std::memcpy(to + 2, block.out + row * block.width, block.width * 4);
       }
     }
+  }
+
+  // Whether its queries meet keys as they lie in the cache.
+  bool lone(const Task& task) const {
+#if AIRDECODE_AMX
+    return sizeof(T) == 2 && task.count == 1 && op_.query_heads / op_.kv_heads <= 16 && op_.dim % 32 == 0 &&
+           kernels() == Kernels::kAmx;
+#endif
+    return false;
+  }
+
+  void lone_part(const Item& item, int64_t last, int64_t first, bool fetched, const ChunkKeys<T>& source,
+                 const ChunkKeys<T>& after) const {
+#if AIRDECODE_AMX
+    if constexpr (sizeof(T) == 2) {
+      const Task& task = tasks_[item.task];
+      const int64_t repeat = op_.query_heads / op_.kv_heads, together = 16 / repeat, heads = last - item.head;
+      const int64_t groups = ceil_div(heads, together), position = op_.positions[task.token];
+      TileScope scope(16);
+      LoneRows rows(op_, item.head, heads, source, after);
+      LoneRows::Lines later = rows.later();
+      bf16* queries = scratch<bf16>(kKeys, heads * op_.dim * 16);
+      float* scores = scratch<float>(kScores, groups * kPartKeys * 16);
+      auto group = [&](int64_t i) { return LoneHeads{i * together, std::min(together, heads - i * together), repeat}; };
+      if (!fetched) {
+        rows.start();
+        for (int64_t i = 0; i < groups; ++i)
+          pack_queries(op_.q + (task.token * op_.query_heads + (item.head + i * together) * repeat) * op_.dim, group(i),
+                       op_.dim, queries + i * together * op_.dim * 16);
+      }
+      for (int64_t i = 0; i < groups; ++i)
+        lone_scores(rows, group(i), queries + i * together * op_.dim * 16, later, scores + i * kPartKeys * 16);
+      const int64_t high = std::min<int64_t>(op_.kv_len[task.row], position + 1) - first;
+      const int64_t low = op_.window ? std::max<int64_t>(position - op_.window + 1 - first, 0) : 0;
+      for (int64_t i = 0; i < groups; ++i) {
+        float largest[16], total[16];
+        lone_weights(rows, scores + i * kPartKeys * 16, op_.scale, low, high, heads * op_.dim / 32 / groups, later,
+                     largest, total);
+        for (int64_t row = 0; row < group(i).count * repeat; ++row) {
+          float* to = part_of(task.first_part + item.chunk, 0, (item.head + i * together) * repeat + row);
+          to[0] = largest[row], to[1] = total[row];
+          std::fill_n(to + 2, width(), 0.0f);
+        }
+      }
+      for (int64_t j = 0; j < source.depth; j += 32)
+        for (int64_t head = 0; head < heads; ++head)
+          lone_mix(rows, j, head, repeat, scores + (head / together * kPartKeys + j) * 16 + head % together * repeat,
+                   part_of(task.first_part + item.chunk, 0, (item.head + head) * repeat) + 2, width() + 2, later);
+    }
+#endif
   }
 
   void whole(const Task& task, int64_t head) const {

@@ -72,8 +72,8 @@ class ChunkKeys {
       for (; offset < op.block_size && i < last; ++offset, ++i)
         at_[i] = (block * op.block_size + offset) * op.kv_heads * op.dim;
     }
-    zeros_ = scratch<T>(kZeros, op.dim);
-    std::memset(zeros_, 0, op.dim * sizeof(T));
+    zeros_ = scratch<T>(kZeros, op.kv_heads * op.dim);
+    std::memset(zeros_, 0, op.kv_heads * op.dim * sizeof(T));
   }
 
   // Brings the chunk into the second-level cache: all heads of a key lie together, and are read in turn.
@@ -134,11 +134,11 @@ class ChunkKeys {
     }
   }
 
- private:
   const T* row(const T* cache, int64_t head, int64_t key) const {
     return at_[key] < 0 ? zeros_ : cache + at_[key] + head * op_.dim;
   }
 
+ private:
   const Attention<T>& op_;
   T* zeros_;
   int64_t at_[kChunk];  // element offset of each key's row, -1: not read

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cstdlib>
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#define AIRDECODE_AMX 1
+#include "amx.h"
+
+#if AIRDECODE_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -34,14 +35,6 @@ inline void fetch_ahead(Fetch& fetch) {
 // -- AMX: sixteen rows by sixteen columns by 32 deep in one instruction
 // -------------------------------------------------
 #if AIRDECODE_AMX
-// Own assembly: GCC 12's intrinsics do not tell the compiler which memory they read.
-#define TILE_LOAD(tile, address, stride) \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(address), "r"(int64_t(stride)) : "memory")
-#define TILE_STORE(tile, address, stride) \
-  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(address), "r"(int64_t(stride)) : "memory")
-#define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
-#define TILE_MULTIPLY(sum, left, right) asm volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sum ::)
-
 void configure(int64_t rows) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
