@@ -93,7 +93,7 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
     options = {
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls kernels: optimising it gains nothing
+        "aot_inductor.compile_wrapper_opt_level": _wrapper_level(name),
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
         "cpp.vec_isa_ok": True,  # our kernels are built with the same flags: no need to try each
         "cpp.threads": 1,  # what is left to generate is small, and OpenMP's threads would spin beside our own pool's
@@ -117,6 +117,15 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
         copy = Path(folder) / library.name
         shutil.copyfile(compiled, copy)
         os.replace(copy, library)
+
+
+def _wrapper_level(name: str) -> str:
+    """How far the code between kernels is optimised.
+
+    Each line runs once a step and is read from memory for it. In a decode step shorter code saves 0.3 to 0.5 ms of 30
+    layers (a tenth of it with int4 weights) for some seconds of compiling; other graphs do too much to notice.
+    """
+    return "O1" if name.startswith("decode") else "O0"
 
 
 def _check_static(exported: torch.export.ExportedProgram) -> None:
