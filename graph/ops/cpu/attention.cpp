@@ -2,6 +2,7 @@
 // for all heads, and merged (with a single query, see attention_lone.h); a row with many (prefill) by blocks of queries
 // and kv heads. How a row is split depends on that row alone: its result is the same in any batch and on any number of
 // threads.
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -47,7 +48,10 @@ class Plan {
   void run() {
     double keys = 0;
     for (const Task& task : tasks_) keys += double((task.high - task.low) * task.count);
+    for (const Task& task : tasks_) all_lone_ &= lone(task);
     parallel(int64_t(items_.size()), keys * op_.kv_heads * op_.dim / 2, [&](Units& units, int thread) {
+      std::optional<TileScope> scope;  // one for all parts: it takes a twentieth of the time of each
+      if (all_lone_) scope.emplace(16);
       for (int64_t i, expected = -1; (i = units.take(thread)) >= 0; expected = i + 1)
         items_[i].chunk < 0 ? whole(tasks_[items_[i].task], items_[i].head) : part(items_[i], i == expected);
     });
@@ -126,7 +130,8 @@ class Plan {
       const Task& task = tasks_[item.task];
       const int64_t repeat = op_.query_heads / op_.kv_heads, together = 16 / repeat, heads = last - item.head;
       const int64_t groups = ceil_div(heads, together), position = op_.positions[task.token];
-      TileScope scope(16);
+      std::optional<TileScope> scope;
+      if (!all_lone_) scope.emplace(16);
       LoneRows rows(op_, item.head, heads, source, after);
       LoneRows::Lines later = rows.later();
       bf16* queries = scratch<bf16>(kKeys, heads * op_.dim * 16);
@@ -218,6 +223,7 @@ class Plan {
   std::vector<Task> tasks_;
   std::vector<Item> items_;
   int64_t parts_ = 0;
+  bool all_lone_ = true;
   float* partials_ = nullptr;
 };
 
