@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(result: dict[str, Any], path: str) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """Time by rows, idle slots and table bytes by block size, as a picture. ValueError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure

@@ -18,6 +18,7 @@ import yaml
 from ..configs import preset
 from ..configs.engine import EngineConfig
 from ..configs.sampling import SamplingParams
+from .arguments import output_file
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -93,15 +94,15 @@ def _parser() -> argparse.ArgumentParser:
     trace = add("trace", _trace, "decode a few prompts and write a Chrome trace of every step")
     _add_engine(trace)
     _add_sampling(trace)
-    trace.add_argument("--out", required=True, metavar="FILE.json", help="open it in ui.perfetto.dev")
+    trace.add_argument("--out", type=output_file, required=True, metavar="FILE.json", help="open it in ui.perfetto.dev")
     inspect = add("inspect", _inspect, "judge, count and draw the graph of one step, or of your own function")
     add_inspect(inspect)
     _add_engine(inspect)
     host = add("bench-host", _bench_host, "measure planning and staging alone, with no device work")
     host.add_argument("--rows", default="1,8,64,256,1024", help="(default: %(default)s)")
     host.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
-    host.add_argument("--json", metavar="FILE", help="write all figures")
-    host.add_argument("--plot", metavar="FILE.png", help="draw them")
+    host.add_argument("--json", type=output_file, metavar="FILE", help="write all figures")
+    host.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
     add_eval(add("eval", main_eval, "what quantised weights cost: perplexity and agreement"))
     add_bench(add("bench", _bench, "measure latency, side by side in one run"))
     return parser
@@ -146,7 +147,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after end tokens, up to --max-tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every step")
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="write a Chrome trace of every step")
 
 
 def engine_options(arguments: argparse.Namespace) -> tuple[str, EngineConfig]:
@@ -164,7 +165,7 @@ def engine_options(arguments: argparse.Namespace) -> tuple[str, EngineConfig]:
     for key in ("target", "dtype", "weights", "threads", "max_model_len", "trace"):
         value = getattr(arguments, key, None)
         if value is not None:
-            overrides[key] = value
+            overrides[key] = str(value) if key == "trace" else value
     return model, chosen.config.replace(**overrides)
 
 
@@ -278,7 +279,7 @@ def _bench_host(arguments: argparse.Namespace) -> None:
     result = bench_host.run(rows, arguments.steps, progress=lambda text: say(text + "\n"))
     print(bench_host.table(result))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
+        arguments.json.write_text(json.dumps(result, indent=1))
     if arguments.plot:
         bench_host.plot(result, arguments.plot)
 

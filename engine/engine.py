@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +41,8 @@ DEFAULT_MAX_LEN = 2048  # where the configuration leaves max_model_len open and 
 class Pieces(Iterator[str]):
     """A streamed answer. Letting go of it, or `close`, cancels what has not come yet."""
 
-    def __init__(self, request: Request, loop: Loop) -> None:
-        self._request, self._loop, self._ended = request, loop, False
+    def __init__(self, request: Request, engine: Engine) -> None:
+        self._request, self._engine, self._ended = request, engine, False  # a stream keeps its engine
 
     def __next__(self) -> str:
         assert self._request.pieces is not None
@@ -54,19 +55,23 @@ class Pieces(Iterator[str]):
 
     def close(self) -> None:
         """Cancel what has not come yet; after the last piece it does nothing."""
-        self._loop.cancel(self._request)
+        self._engine._loop.cancel(self._request)
 
     def __del__(self) -> None:
         self.close()
 
 
 class Engine:
-    """A model, ready to decode. Use `Engine.load`, and `close` it or use it in a `with` block."""
+    """A model, ready to decode. Use `Engine.load`, and `close` it or use it in a `with` block.
+
+    An engine that nobody holds any more closes itself; what `close` does more is to wait for it.
+    """
 
     def __init__(self, text: Text, runner: Runner, loop: Loop, report: LoadReport, config: EngineConfig) -> None:
         self.text, self.report, self.config = text, report, config
         self._runner, self._loop = runner, loop
         self._numbers = itertools.count()
+        weakref.finalize(self, loop.let_go).atexit = False  # the loop sees to that itself
 
     @classmethod
     def load(
@@ -142,7 +147,7 @@ class Engine:
             raise ValueError(f"n is {chosen.n}; a stream has one sample: call generate for several")
         request = self._request(prompt, chosen, streamed=True)
         self._loop.submit(request)
-        return Pieces(request, self._loop)
+        return Pieces(request, self)
 
     def score(self, token_ids: Prompt) -> Tensor:
         """Logits [T, V] float32 of every position of a prompt, computed by captured graphs in chunks.
@@ -207,7 +212,6 @@ class Engine:
         if self._loop.is_elsewhere:
             return
         self._loop.close()
-        self._runner.close()
         if self.config.trace is not None:
             self.steps.write(Path(self.config.trace))
 

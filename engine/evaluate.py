@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..configs.engine import EngineConfig
+from .arguments import output_file
 
 if TYPE_CHECKING:  # torch comes with it, and the command line should start without
     from torch import Tensor
@@ -146,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=None, help="default: the CPUs that this process may use")
     parser.add_argument("--tokens", type=int, default=4096, help="of Python's licence and docstrings (%(default)s)")
     parser.add_argument("--window", type=int, default=512, help="tokens that see each other (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures")
 
 
 def main_eval(args: argparse.Namespace) -> int:

@@ -103,15 +103,17 @@ class Loop:
         return future.result()
 
     def close(self) -> None:
-        """End the thread; requests that still run are aborted with what they have."""
-        atexit.unregister(self.close)
-        if self.is_elsewhere:
-            return
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()
-        if self._thread is not threading.current_thread():
+        """End the thread, and with it the runner; requests that still run are aborted with what they have."""
+        self.let_go()
+        if not self.is_elsewhere and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def let_go(self) -> None:
+        """Close without waiting for it: nobody is left to ask for anything."""
+        if not self.is_elsewhere:
+            with self._wake:
+                self._closing = True
+                self._wake.notify_all()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -144,6 +146,8 @@ class Loop:
         except BaseException as error:  # the thread's end is every request's end, and each of them says why
             self.error = error
         self._end(flights)
+        self.runner.close()
+        atexit.unregister(self.close)
 
     def _run_job(self) -> None:
         job, future = self._jobs.popleft()

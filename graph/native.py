@@ -71,7 +71,7 @@ def build(name: str, sources: Sequence[Path], depends: Sequence[Path] = ()) -> P
     target = cache_folder() / "native" / f"{name}-{digest(machine_key(), ' '.join(FLAGS), *contents)}.so"
     if is_whole(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
@@ -97,6 +97,18 @@ def _run(name: str, *arguments: str | Path) -> None:
         raise RuntimeError(f"{name} did not compile: {done.stderr.strip()[-2000:]}")
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder of the cache; ValueError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"compiled code cannot be kept in {folder} ({error.strerror}); name another folder in AIRDECODE_CACHE"
+        ) from None
+
+
 def is_whole(library: Path) -> bool:
     """Whether a library is there to its end. Loading one that was cut short would kill the process (SIGBUS).
 
@@ -106,7 +118,7 @@ def is_whole(library: Path) -> bool:
         with library.open("rb") as file:
             header = file.read(64)
             size = file.seek(0, os.SEEK_END)
-    except FileNotFoundError:
+    except OSError:
         return False
     if len(header) < 64 or header[:4] != b"\x7fELF":
         return False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..arguments import output_file
 from .contender import CONTENDERS, OWN, Case, Precision
 from .harness import FLOOR, run_case
 from .report import Outcome, table, write_json, write_plot
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--python", action="append", default=[], metavar="NAME=PATH", help="the Python that has a contender's library"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
 
 
 def main_bench(args: argparse.Namespace, resolve: Callable[[str], Path] = Path) -> int:
@@ -52,7 +53,6 @@ def main_bench(args: argparse.Namespace, resolve: Callable[[str], Path] = Path) 
         print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     pythons = _pythons(args.python)
-    _check_writable(args.json, args.plot)
     folder = resolve(args.model)
     settings = _settings(folder)
     precision = precision_of(args.dtype, args.weights, settings)
@@ -97,13 +97,6 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no model: it holds no config.json; give a Hugging Face folder or a known name")
     settings: dict[str, Any] = json.loads(file.read_text())
     return settings
-
-
-def _check_writable(*paths: Path | None) -> None:
-    """Refuse a bad output path before the minutes of measuring, not after."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"cannot write {path}: the folder {path.absolute().parent} does not exist; make it first")
 
 
 def _pythons(given: list[str]) -> dict[str, str]:

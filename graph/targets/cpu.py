@@ -69,8 +69,9 @@ class CpuTarget:
         state = state_of(module)
         machine = (native.machine_key(), str(torch.get_num_threads()))
         library = self.cache_folder / f"{name}-{content_key(name, module, inputs, state, identity, *machine)}.so"
-        from_cache = library.exists()
+        from_cache = native.is_whole(library)
         if not from_cache:
+            native.make_folder(self.cache_folder)  # before the minute that compiling takes
             _compile(name, module, inputs, library)
         run = _bind(name, library, state, flat)
         return StaticGraph(name, run, flat, time.perf_counter() - start, from_cache, run.entry)
@@ -112,7 +113,6 @@ def _compile(name: str, module: nn.Module, inputs: Inputs, library: Path) -> Non
     files = [file for file in made if isinstance(file, str)]
     _check_calls(name, files)
     compiled = next(file for file in files if file.endswith(".so"))
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         copy = Path(folder) / library.name
         shutil.copyfile(compiled, copy)

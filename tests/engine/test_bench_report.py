@@ -133,7 +133,6 @@ def test_bench_in_which_nobody_could_run_fails(model: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("--json", "/nowhere/out.json"), "the folder /nowhere does not exist; make it first"),
         (("--python", "llama.cpp"), "write NAME=PATH"),
         (("--python", "tgi=/bin/sh"), "with NAME of reference-eager"),
         (("--python", "vllm=/nowhere/python"), "there is no file /nowhere/python"),
@@ -151,7 +150,15 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [("--batch", "1,0"), ("--rounds", "x"), ("--against", "llama"), ("--own", "fast"), ("--dtype", "fp8")]
+    "given",
+    [
+        ("--batch", "1,0"),
+        ("--rounds", "x"),
+        ("--against", "llama"),
+        ("--own", "fast"),
+        ("--dtype", "fp8"),
+        ("--json", "/no/x"),
+    ],
 )
 def test_options_out_of_range_end_with_status_2(given: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -172,3 +172,16 @@ def test_trace_and_its_picture(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["info", "--blocks", str(file)]) == 0
     assert "next token: block" in capsys.readouterr().out
     assert main(["info", "--blocks", str(folder / "config.json")]) == 2
+
+
+@pytest.mark.parametrize(
+    "command", ["trace --model m --out", "bench-host --json", "bench-host --plot", "eval --model m --json"]
+)
+def test_a_file_that_cannot_be_written_is_refused_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for file, words in (
+        ("/nowhere/x", "the folder /nowhere does not exist; make it first"),
+        ("/", "name another file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*command.split(), file])
+        assert ended.value.code == 2 and words in capsys.readouterr().err

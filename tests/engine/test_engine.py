@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import tiny
 import torch
 from asking import Make, prompts, tokenized
 
-from airdecode import SamplingParams
+from airdecode import Engine, SamplingParams
 
 LENGTHS = [1, 3, 4, 5, 8, 9, 17, 33]  # around the borders of blocks of 4
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -244,6 +246,22 @@ def test_many_short_requests_leave_every_block_free(eager: Make) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
     assert engine.stats()["blocks.0"]["available"] == before
     engine._loop.scheduler.check()
+
+
+def test_an_engine_that_nobody_holds_ends(eager: Make) -> None:
+    """Its thread, its runner and its weights go; a stream keeps it as long as it lasts."""
+    engine = Engine.load(tiny.folder("llama-gqa"), "tiny", capture=False, operators="reference")
+    thread, weight = engine._loop._thread, weakref.ref(next(engine._runner.model.parameters()))
+    stream = engine.stream(prompts([4])[0], LONG)
+    del engine
+    gc.collect()
+    assert thread.is_alive()
+    del stream
+    gc.collect()
+    thread.join(30)
+    del thread
+    gc.collect()
+    assert weight() is None
 
 
 ENDING = """

@@ -78,13 +78,27 @@ def test_a_graph_runs_on_its_own_tensors_and_shares_its_weights(tmp_path: Path) 
     again.run()
     torch.testing.assert_close(outputs[0], x @ step.w + 1)
     assert again.from_cache and compiler_runs() == runs
-    # A damaged library names the file and the remedy.
+
+
+def test_a_kept_graph_cut_short_is_compiled_again(tmp_path: Path) -> None:
+    """To load it would kill the process."""
+    step, (x, outputs) = Step(), inputs()
+    GraphBook(CpuTarget(tmp_path)).capture("step", step, (x, outputs), "", silent)
     (library,) = tmp_path.glob("*.so")
-    elsewhere = tmp_path / "elsewhere"  # the loader knows the open one by its path
-    elsewhere.mkdir()
-    (elsewhere / library.name).write_bytes(b"not a library")
-    with pytest.raises(CaptureError, match=r"delete the file"):
-        CpuTarget(elsewhere).capture("step", step, inputs(), "")
+    half = library.read_bytes()[: library.stat().st_size // 2]
+    library.unlink()  # this process goes on using it
+    library.write_bytes(half)
+    graph = GraphBook(CpuTarget(tmp_path)).capture("step", step, (x, outputs), "", silent)
+    assert not graph.from_cache
+    graph.run()
+    torch.testing.assert_close(outputs[0], x @ step.w + 1)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    book = GraphBook(CpuTarget(tmp_path / "file" / "graphs"))
+    with pytest.raises(ValueError, match=r"file/graphs .*; name another folder in AIRDECODE_CACHE"):
+        book.capture("step", Step(), inputs(), "", silent)
 
 
 @pytest.mark.parametrize("module", [AsksAValue(), ShapesByData()], ids=lambda module: type(module).__name__)
