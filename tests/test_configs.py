@@ -42,6 +42,7 @@ def test_buckets_end_with_the_limit() -> None:
     assert EngineConfig(max_rows=6, decode_buckets=(3, 8)).row_buckets == (3, 6)
     assert EngineConfig(prefill_tokens=100, prefill_buckets=(10, 400)).token_buckets == (10, 100)
     assert EngineConfig(prefill_tokens=16).token_buckets == (16,)
+    assert EngineConfig().token_buckets == (32, 128, 256)
 
 
 def test_contiguous_rows_refuse_the_prefix_cache() -> None:
