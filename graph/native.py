@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
 
 
 def cache_folder() -> Path:

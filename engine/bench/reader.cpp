@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <sys/mman.h>
 
+#ifndef _OPENMP
+#error "without OpenMP one thread would read, and the floor would be too high"
+#endif
+
 namespace {
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kStreams = 2;  // runs of addresses that one thread reads side by side: faster than 1, 4 and 8
