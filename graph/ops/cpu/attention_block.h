@@ -144,6 +144,34 @@ class ChunkKeys {
   int64_t at_[kChunk];  // element offset of each key's row, -1: not read
 };
 
+// Scores [depth] of one row become its weights, only those of keys low..high-1 not zero. Of a softmax that is taken in
+// parts, `largest` and `total` follow, and `fade` is what earlier sums of the row are to be multiplied with.
+template <class T>
+void soften_row(float* scores, int64_t depth, int32_t low, int32_t high, float scale, T* weights, int64_t row,
+                float& largest, float& total, float& fade) {
+  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 top = splat(-INFINITY);
+  for (int32_t key = 0; key < depth; key += 16) {
+    f32x16 score = load16(scores + key) * scale;
+    if (key < low || key + 16 > high) {
+      i32x16 index = lanes + key;
+      score = (index >= low) & (index < high) ? score : splat(-INFINITY);
+    }
+    store16(scores + key, score);
+    top = max16(score, top);
+  }
+  float before = largest, now = std::max(before, largest16(top)), base = now == -INFINITY ? 0.0f : now;
+  f32x16 sum = {};
+  for (int64_t key = 0; key < depth; key += 16) {
+    f32x16 weight = exp16(load16(scores + key) - base);
+    sum += weight;
+    store16(left_at(weights, depth, row, key / 32) + key % 32, weight);
+  }
+  fade = std::exp(before - base);
+  total = total * fade + sum16(sum);
+  largest = now;
+}
+
 // Query rows of one kv head: `count` tokens times the query heads that share it. Row r is token r / repeat.
 template <class T>
 struct QueryBlock {
@@ -200,33 +228,11 @@ struct QueryBlock {
   }
 
  private:
-  // Scores of one row become weights; `largest`, `total` and `fade` follow.
   void soften(int64_t row, int64_t first_key, int64_t row_len, int64_t depth) {
     int64_t position = op.positions[token + row / repeat];
     int32_t high = int32_t(std::min(row_len, position + 1) - first_key);
     int32_t low = op.window ? int32_t(std::max(position - op.window + 1 - first_key, int64_t(0))) : 0;
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float* from = scores + row * kChunk;
-    f32x16 top = splat(-INFINITY);
-    for (int32_t key = 0; key < depth; key += 16) {
-      f32x16 score = load16(from + key) * op.scale;
-      if (key < low || key + 16 > high) {
-        i32x16 index = lanes + key;
-        score = (index >= low) & (index < high) ? score : splat(-INFINITY);
-      }
-      store16(from + key, score);
-      top = max16(score, top);
-    }
-    float before = largest[row], now = std::max(before, largest16(top)), base = now == -INFINITY ? 0.0f : now;
-    f32x16 sum = {};
-    for (int64_t key = 0; key < depth; key += 16) {
-      f32x16 weight = exp16(load16(from + key) - base);
-      sum += weight;
-      store16(left_at(weights, depth, row, key / 32) + key % 32, weight);
-    }
-    fade[row] = std::exp(before - base);
-    total[row] = total[row] * fade[row] + sum16(sum);
-    largest[row] = now;
+    soften_row(scores + row * kChunk, depth, low, high, op.scale, weights, row, largest[row], total[row], fade[row]);
   }
 };
 

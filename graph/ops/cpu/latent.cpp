@@ -80,29 +80,10 @@ class Block {
                                      .stride = kChunk});
   }
 
-  // Scores of one row become weights; `largest`, `total` and `fade_` follow.
   void soften(int64_t row, int64_t first, int64_t depth) {
     int64_t seen = task_.list ? task_.keys : op_.step.seen(task_.row, task_.token + row / op_.heads);
-    int32_t high = int32_t(seen - first);
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float* from = scores_ + row * kChunk;
-    f32x16 top = splat(-INFINITY);
-    for (int32_t key = 0; key < depth; key += 16) {
-      f32x16 score = load16(from + key) * op_.scale;
-      if (key + 16 > high) score = lanes + key < high ? score : splat(-INFINITY);
-      store16(from + key, score);
-      top = max16(score, top);
-    }
-    float before = largest[row], now = std::max(before, largest16(top)), base = now == -INFINITY ? 0.0f : now;
-    f32x16 sum = {};
-    for (int64_t key = 0; key < depth; key += 16) {
-      f32x16 weight = exp16(load16(from + key) - base);
-      sum += weight;
-      store16(left_at(weights_, depth, row, key / 32) + key % 32, weight);
-    }
-    fade_[row] = std::exp(before - base);
-    total[row] = total[row] * fade_[row] + sum16(sum);
-    largest[row] = now;
+    soften_row(scores_ + row * kChunk, depth, 0, int32_t(seen - first), op_.scale, weights_, row, largest[row], total[row],
+               fade_[row]);
   }
 
   void add(int64_t depth) {
