@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..inputs import StepInputs
+from .filling import fill_parts
 from .protocol import Activation, Heads, LayerCache, Rotary
 from .reference_attention import attend, rms_norm, rotate, rows, write
 from .reference_experts import ReferenceExpertOps
@@ -36,14 +37,7 @@ class ReferenceLinear(nn.Module):
 
     def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         """Copy checkpoint tensors: weights[i] [out_i, in], biases[i] [out_i], in the order of the output parts."""
-        assert [len(weight) for weight in weights] == list(self.out_parts), "parts differ from those it was made for"
-        assert len(biases) == (0 if self.bias is None else len(weights)), "biases differ from those it was made for"
-        with torch.no_grad():
-            for part, weight in zip(self.weight.split(self.out_parts), weights, strict=True):
-                part.copy_(weight)
-            if self.bias is not None:
-                for part, value in zip(self.bias.split(self.out_parts), biases, strict=True):
-                    part.copy_(value)
+        fill_parts(self.weight, self.bias, self.out_parts, weights, biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""

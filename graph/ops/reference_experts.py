@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .filling import fill_parts
 from .protocol_experts import ClampedSwiglu, Routing
 
 
@@ -106,11 +107,5 @@ def _fill(
     weight: nn.Parameter, bias: nn.Parameter | None, expert: int, parts: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> None:
     """Copy one expert's parts, stacked along `out`, and their biases."""
-    assert len(biases) == (0 if bias is None else len(parts)), "biases differ from those it was made for"
-    size = weight.shape[1] // len(parts)
-    with torch.no_grad():
-        for target, part in zip(weight[expert].split(size), parts, strict=True):
-            target.copy_(part)
-        if bias is not None:
-            for target, part in zip(bias[expert].split(size), biases, strict=True):
-                target.copy_(part)
+    sizes = [weight.shape[1] // len(parts)] * len(parts)
+    fill_parts(weight[expert], None if bias is None else bias[expert], sizes, parts, biases)

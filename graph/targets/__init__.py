@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -43,10 +43,9 @@ def make_target(config: EngineConfig) -> Target:
     if config.target == "ascend-sim":
         from .ascend_sim import AscendSimTarget
 
-        simulated: Any = AscendSimTarget(cache_folder)  # its operators do not serve every model yet
-        return cast(Target, simulated)
+        return AscendSimTarget(cache_folder)
     from .ascend_options import Options
     from .npu import NpuTarget
 
     mode = config.npu_mode if config.capture else "eager"
-    return cast(Target, NpuTarget(cache_folder, Options(mode=mode, torchair=dict(config.torchair))))
+    return NpuTarget(cache_folder, Options(mode=mode, torchair=dict(config.torchair)))

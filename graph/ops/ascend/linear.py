@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..filling import fill_parts
+
 _TURNABLE = 65536  # heads * in that npu_transpose_batchmatmul turns on its way in must be below
 
 
@@ -34,14 +36,7 @@ class AscendLinear(nn.Module):
 
     def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         """Copy checkpoint tensors: weights[i] [out_i, in], biases[i] [out_i], in the order of the output parts."""
-        assert [len(weight) for weight in weights] == list(self.out_parts), "parts differ from those it was made for"
-        assert len(biases) == (0 if self.bias is None else len(weights)), "biases differ from those it was made for"
-        with torch.no_grad():
-            for part, weight in zip(self.weight.split(self.out_parts), weights, strict=True):
-                part.copy_(weight)
-            if self.bias is not None:
-                for part, value in zip(self.bias.split(self.out_parts), biases, strict=True):
-                    part.copy_(value)
+        fill_parts(self.weight, self.bias, self.out_parts, weights, biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out], in the dtype of the weights."""
