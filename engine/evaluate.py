@@ -34,6 +34,9 @@ MODULES = (
     "uuid warnings weakref zipfile"
 )
 
+# Tokens scored at once: few, as in decoding, where quantised weights meet activations in bytes (ops/cpu/formats.h).
+_STEP = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -109,7 +112,9 @@ def evaluate(
     base: Scores | None = None
     found = []
     for mode in ("auto", *modes):
-        settings = config.replace(weights=mode, max_model_len=window + 1, max_rows=1, prefix_cache=False)
+        settings = config.replace(
+            weights=mode, max_model_len=window + 1, max_rows=1, prefix_cache=False, prefill_tokens=_STEP
+        )
         with Engine.load(model, settings, progress=say) as engine:
             pieces = windows(engine.text.encode(text), tokens, window)
             measured = scores(pieces, engine.score)

@@ -68,10 +68,9 @@ def _int4_records(weight: Tensor) -> Tensor:
     least = least.half()
     scale = ((most - least.float()) / 15).half()
     divisor = torch.where(scale > 0, scale.float(), 1.0)
-    nibbles = ((parts - least.float()[..., None]) / divisor[..., None]).round().clamp(0, 15).to(torch.int32)
-    # [group, half, column, tile, quad, nibble, which of the pair] -> [group, tile, half, quad, column, which]
-    nibbles = nibbles.view(-1, 2, 16, parts.shape[1], 4, 4, 2).permute(0, 3, 1, 4, 2, 6, 5)
-    words = (nibbles << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1).to(torch.uint16)
+    nibbles = ((parts - least.float()[..., None]) / divisor[..., None]).round().clamp(0, 15).to(torch.uint8)
+    # [group, half, column, tile, line, low or high, byte] -> [group, tile, half, line, column, byte]
+    nibbles = nibbles.view(-1, 2, 16, parts.shape[1], 4, 2, 4).permute(0, 3, 1, 4, 2, 6, 5)
+    both = nibbles[..., 0] | nibbles[..., 1] << 4
     numbers = [part.view(-1, 32, parts.shape[1]).transpose(1, 2).contiguous() for part in (scale, least)]
-    pieces = [words.flatten(2).contiguous(), *numbers]
-    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim=2)
+    return torch.cat([both.flatten(2), *(number.view(torch.uint8) for number in numbers)], dim=2)

@@ -96,19 +96,25 @@ inline f32x16 rounded(f32x16 value) {
 
 inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-// Folds sixteen numbers to one, always in the same order.
+// Folds sixteen numbers to one, always in the same order. join is called with vectors of 8, 4, 2 numbers, then with two.
 template <class Join>
 inline float fold16(f32x16 v, Join&& join) {
-  v = join(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = join(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = join(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  v = join(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return v[0];
+  typedef float f32x8 __attribute__((vector_size(32)));
+  typedef float f32x4 __attribute__((vector_size(16)));
+  f32x8 low, high;
+  std::memcpy(&low, &v, 32), std::memcpy(&high, reinterpret_cast<const char*>(&v) + 32, 32);
+  f32x8 eight = join(low, high);
+  f32x4 first, second;
+  std::memcpy(&first, &eight, 16), std::memcpy(&second, reinterpret_cast<const char*>(&eight) + 16, 16);
+  f32x4 four = join(first, second);
+  return join(join(four[0], four[2]), join(four[1], four[3]));
 }
 inline float sum16(f32x16 v) {
-  return fold16(v, [](f32x16 a, f32x16 b) { return a + b; });
+  return fold16(v, [](auto a, auto b) { return a + b; });
 }
-inline float largest16(f32x16 v) { return fold16(v, max16); }
+inline float largest16(f32x16 v) {
+  return fold16(v, [](auto a, auto b) { return a > b ? a : b; });
+}
 
 // e^x within 2 units in the last place; 0 below -87, so that a masked -inf gives exactly 0. NaN stays NaN.
 inline f32x16 exp16(f32x16 x) {

@@ -93,34 +93,6 @@ void amx_sums(const Product<bf16>& p, const bf16* left) {
   TILE_STORE(0, sums, p.stride * 4);
   TILE_STORE(1, sums + 16, p.stride * 4);
 }
-
-// Each tile of depth by itself. Tiles alternate between two pairs of sums: one may still be stored while the other
-// runs.
-void amx_apart(const Product<bf16>& p, const bf16* left) {
-  const int64_t strips = ceil_div(p.rows, 16), strip = ceil_div(p.depth, 32) * 512;
-  for (int64_t s = 0; s < strips; ++s)
-    for (int64_t k = 0; k < p.tiles; ++k) {
-      float* sums = p.sums + (k * strips + s) * 16 * p.stride;
-      TILE_LOAD(4, left + s * strip + k * 512, 64);
-      TILE_LOAD(6, p.group + k * 1024, 64);
-      TILE_LOAD(7, p.group + k * 1024 + 512, 64);
-      if (k % 2) {
-        TILE_ZERO(0);
-        TILE_MULTIPLY(0, 4, 6);
-        TILE_ZERO(1);
-        TILE_MULTIPLY(1, 4, 7);
-        TILE_STORE(0, sums, p.stride * 4);
-        TILE_STORE(1, sums + 16, p.stride * 4);
-      } else {
-        TILE_ZERO(2);
-        TILE_MULTIPLY(2, 4, 6);
-        TILE_ZERO(3);
-        TILE_MULTIPLY(3, 4, 7);
-        TILE_STORE(2, sums, p.stride * 4);
-        TILE_STORE(3, sums + 16, p.stride * 4);
-      }
-    }
-}
 #endif
 
 // -- A few rows at a time in vectors: `left` and `sums` are those of the first of kRows rows
@@ -200,16 +172,6 @@ void plain_sums(const Product<float>& p, const float* left, Fetch fetch, float* 
   store_sums(total, sums, p.stride);
 }
 
-// Calls step(integral_constant<rows>, offset) for pieces of 8, 4, 2 and 1 rows.
-template <class Step>
-void in_pieces(int rows, Step&& step) {
-  int done = 0;
-  for (; rows - done >= 8; done += 8) step(std::integral_constant<int, 8>(), done);
-  if (rows - done >= 4) step(std::integral_constant<int, 4>(), done), done += 4;
-  if (rows - done >= 2) step(std::integral_constant<int, 2>(), done), done += 2;
-  if (rows - done >= 1) step(std::integral_constant<int, 1>(), done);
-}
-
 }  // namespace
 
 Kernels kernels() { return std::min(best, limit); }
@@ -234,17 +196,9 @@ TileScope::~TileScope() {
 void tile_sums(const TileScope& scope, const Product<bf16>& p) {
   const bf16* left = left_at(p.left, p.depth, p.row, p.first_tile);
 #if AIRDECODE_AMX
-  if (scope.kind == Kernels::kAmx) return p.apart ? amx_apart(p, left) : amx_sums(p, left);
+  if (scope.kind == Kernels::kAmx) return amx_sums(p, left);
 #endif
-  if (p.apart) {
-    Product<bf16> one = p;
-    for (one.apart = false, one.tiles = 1; one.first_tile < p.first_tile + p.tiles; ++one.first_tile) {
-      tile_sums(scope, one);
-      one.group += 1024, one.sums += ceil_div(p.rows, 16) * 16 * p.stride;
-    }
-    return;
-  }
-  in_pieces(p.rows, [&](auto count, int done) {
+  in_pieces(p.rows, [&](auto count, int64_t done) {
     const bf16* from = left_at(p.left, p.depth, p.row + done, p.first_tile);
     Fetch fetch = done ? Fetch() : p.fetch;
 #if defined(__AVX512BF16__)
@@ -255,7 +209,7 @@ void tile_sums(const TileScope& scope, const Product<bf16>& p) {
 }
 
 void tile_sums(const TileScope&, const Product<float>& p) {
-  in_pieces(p.rows, [&](auto count, int done) {
+  in_pieces(p.rows, [&](auto count, int64_t done) {
     const float* from = p.left + (p.row + done) * p.depth;
     plain_sums<count>(p, from, done ? Fetch() : p.fetch, p.sums + done * p.stride);
   });

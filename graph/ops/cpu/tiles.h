@@ -6,6 +6,8 @@
 // row's result does not depend on its neighbours.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace airdecode {
@@ -63,11 +65,20 @@ struct Product {
   // bfloat16 only: `group` holds the tiles of depth from 32 * `first_tile` on, and `add` continues earlier sums.
   int64_t first_tile = 0, tiles = ceil_div(depth, 32);
   bool add = false;
-  bool apart = false;  // the sums of each tile by themselves, [tiles][16 * ceil(rows / 16)][stride]
 };
 
 void tile_sums(const TileScope& scope, const Product<bf16>& product);
 void tile_sums(const TileScope& scope, const Product<float>& product);
+
+// Calls step(integral_constant<rows>, offset) for pieces of 8, 4, 2 and 1 rows.
+template <class Step>
+void in_pieces(int64_t rows, Step&& step) {
+  int64_t done = 0;
+  for (; rows - done >= 8; done += 8) step(std::integral_constant<int, 8>(), done);
+  if (rows - done >= 4) step(std::integral_constant<int, 4>(), done), done += 4;
+  if (rows - done >= 2) step(std::integral_constant<int, 2>(), done), done += 2;
+  if (rows - done >= 1) step(std::integral_constant<int, 1>(), done);
+}
 
 // Packs x [rows, depth] with rows `stride` apart into the left side's form, rows first..last-1.
 void pack_left(const bf16* x, int64_t stride, int64_t depth, int64_t first, int64_t last, bf16* left);
