@@ -51,16 +51,16 @@ class Visits {
     }
     each_group(ceil_div(op_.width, kColumns), 2, worth,
                [&](int64_t i, int64_t group, int64_t row, int64_t rows, TileScope& scope, float* sums) {
-                 gate_up[i].sums(scope, left_ + batches_[i].left, row, rows, group, sums);
-                 float* up = sums + rows_of(rows) * kColumns;
-                 gate_up[i].sums(scope, left_ + batches_[i].left, row, rows, group + ceil_div(op_.width, kColumns), up);
-                 store_hidden(batches_[i], group, row, rows, sums, up);
+                 const int64_t size = rows_of(rows) * kColumns;
+                 const Groups both{group, 2, ceil_div(op_.width, kColumns)};
+                 gate_up[i].sums(scope, left_ + batches_[i].left, row, rows, both, sums, size);
+                 store_hidden(batches_[i], group, row, rows, sums, sums + size);
                });
     for (size_t i = 0; i < batches_.size(); ++i)
       down[i].prepare(hidden_ + batches_[i].hidden, batches_[i].count, prepared_ + batches_[i].sums);
     each_group(ceil_div(op_.hidden, kColumns), 1, worth,
                [&](int64_t i, int64_t group, int64_t row, int64_t rows, TileScope& scope, float* sums) {
-                 down[i].sums(scope, hidden_ + batches_[i].hidden, row, rows, group, sums);
+                 down[i].sums(scope, hidden_ + batches_[i].hidden, row, rows, {group}, sums, 0);
                  store_results(batches_[i], group, row, rows, sums);
                });
     mix();

@@ -8,14 +8,31 @@ namespace airdecode {
 namespace {
 
 constexpr int64_t kPiece = 8;  // tiles unpacked at once: 16 KB, which stay in the first-level cache
-constexpr int64_t kAhead = 8192;
 constexpr int64_t kTile = 1024;  // numbers of a tile of a group: 32 deep, 32 columns
 
-// Measured: from 4 KB ahead on, into the second-level cache only (a hint for the first level holds the core up), a
-// decode step reads at the memory's full speed.
-inline void fetch(const void* address, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(address) + kAhead + i, 0, 2);
+// What one row reads: one run of addresses, or two side by side. Measured on two cores: two runs, each fetched 4 KB ahead
+// into the second-level cache only (a hint for the first level holds the core up), bring 35 GB/s where one brings 28.
+constexpr int64_t kAhead = 4096;
+
+inline void fetch(const void* address, int64_t bytes = 64) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(address) + i, 0, 2);
 }
+
+template <int kRuns>
+class Runs {
+ public:
+  const char* from[kRuns];
+
+  Runs(const void* weight, int64_t bytes, const Groups& groups) : bytes_(bytes), skip_((groups.next - 1) * bytes) {
+    for (int i = 0; i < kRuns; ++i)
+      from[i] = static_cast<const char*>(weight) + (groups.first + i * groups.apart) * bytes;
+  }
+  // How far from the byte `at` of a group the one lies that should be fetched now.
+  int64_t ahead(int64_t at) const { return kAhead + (at + kAhead < bytes_ ? 0 : skip_); }
+
+ private:
+  int64_t bytes_, skip_;
+};
 
 // Bytes become bfloat16 exactly: a byte at the low end of 2^23 as float32, less that and its own offset.
 void unpack(const int8_t* from, int64_t tiles, bf16* to) {
@@ -24,7 +41,7 @@ void unpack(const int8_t* from, int64_t tiles, bf16* to) {
   };
   for (int64_t tile = 0; tile < tiles; ++tile, from += kTile, to += kTile) {
     for (int64_t i = 0; i < kTile; i += 64) {
-      fetch(from + i, 64);
+      fetch(from + i + kAhead);
       u32x16 words;
       std::memcpy(&words, from + i, 64);
       words ^= 0x80808080;
@@ -42,10 +59,10 @@ inline u32x16 load_line(const void* from) {
   return words;
 }
 
-inline f32x16 load_half(const uint8_t* from) {
+inline f32x16 load_half(const void* from) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_cvtph_ps(
-      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));  // the next is scalar code
+      _mm256_loadu_si256(static_cast<const __m256i*>(from)));  // the next is scalar code
 #endif
   _Float16 half[kLanes];
   std::memcpy(half, from, sizeof(half));
@@ -54,12 +71,17 @@ inline f32x16 load_half(const uint8_t* from) {
   return out;
 }
 
+// Calls body(group, its sums) for one or two groups.
+template <class Body>
+void each_group(const Groups& groups, float* sums, int64_t size, Body&& body) {
+  for (int64_t i = 0; i < groups.count; ++i) body(Groups{groups.first + i * groups.apart}, sums + i * size);
+}
+
 // least + scale * nibble, rounded to bfloat16.
 void unpack_rounded(const uint8_t* from, int64_t tiles, bf16* to) {
   for (int64_t tile = 0; tile < tiles; ++tile, from += Int4::kRecord, to += kTile) {
-    fetch(from + 512, 128);
+    fetch(from + kAhead, Int4::kRecord);
     for (int quad = 0; quad < 8; ++quad) {
-      fetch(from + quad * 64, 64);
       f32x16 scale = load_half(from + 512 + quad / 4 * 32), least = load_half(from + 576 + quad / 4 * 32);
       u32x16 words;
       std::memcpy(&words, from + quad * 64, 64);
@@ -96,34 +118,31 @@ void piecewise(const TileScope& scope, const bf16* left, int64_t depth, int64_t 
   }
 }
 
-// A single row over a group of `bytes` a tile; fold(tile, sum) takes the sums of each tile in order.
-template <class Octet, class Fold>
-void lone_group(const float* row, int64_t tiles, Octet&& octet, Fold&& fold) {
+template <int kRuns>
+void lone_sums(const Plain<bf16>& weight, const Groups& groups, float* sums, int64_t size) {
+  const int64_t tiles = ceil_div(weight.depth, 32);
+  const Runs<kRuns> runs(weight.groups, tiles * 2 * kTile, groups);
+  f32x16 total[kRuns][2] = {};
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    f32x16 sum[2];
-    lone_tile(row + tile * 32, sum, [&](int half, int i, f32x16 (&to)[8]) { octet(tile, half, i, to); });
-    fold(tile, sum);
-  }
-}
-
-void lone_sums(const Plain<bf16>& weight, int64_t group, float* sums) {
-  const char* from = reinterpret_cast<const char*>(weight.groups + group * group_size(weight.groups, weight.depth));
-  f32x16 total[2] = {};
-  lone_group(
-      weight.lone, ceil_div(weight.depth, 32),
-      [&](int64_t tile, int half, int i, f32x16 (&to)[8]) {
+    const int64_t at = tile * 2 * kTile, ahead = runs.ahead(at);
+    for (int run = 0; run < kRuns; ++run) {
+      f32x16 sum[2];
+      lone_tile(weight.lone + tile * 32, sum, [&](int half, int i, f32x16 (&to)[8]) {
         for (int pair = 0; pair < 4; ++pair) {
-          const char* line = from + tile * kTile * 2 + half * kTile + (i * 4 + pair) * 64;
-          fetch(line, 64);
-          u32x16 both;
-          std::memcpy(&both, line, 64);
+          const char* line = runs.from[run] + at + half * kTile + (i * 4 + pair) * 64;
+          fetch(line + ahead);
+          const u32x16 both = load_line(line);
           to[2 * pair] = bits_as<f32x16>(both << 16), to[2 * pair + 1] = bits_as<f32x16>(both & 0xffff0000u);
         }
-      },
-      [&](int64_t, const f32x16* sum) { total[0] += sum[0], total[1] += sum[1]; });
-  store16(sums, total[0]), store16(sums + 16, total[1]);
+      });
+      for (int half = 0; half < 2; ++half) total[run][half] += sum[half];
+    }
+  }
+  for (int run = 0; run < kRuns; ++run)
+    for (int half = 0; half < 2; ++half) store16(sums + run * size + half * 16, total[run][half]);
 }
-void lone_sums(const Plain<float>&, int64_t, float*) {}
+template <int kRuns>
+void lone_sums(const Plain<float>&, const Groups&, float*, int64_t) {}
 
 // Whole numbers, to which 1.5 * 2^23 was added, as bytes.
 inline void store_bytes(int8_t* to, f32x16 raised) {
@@ -147,6 +166,13 @@ inline i32x16 add_products(i32x16 to, u32x16 bytes, const int8_t* four) {
   return to;
 }
 
+template <int kRuns, int kRows>
+void store_totals(const f32x16 (&total)[kRuns][kRows][2], float* sums, int64_t size) {
+  for (int run = 0; run < kRuns; ++run)
+    for (int i = 0; i < kRows; ++i)
+      for (int half = 0; half < 2; ++half) store16(sums + run * size + i * kColumns + half * 16, total[run][i][half]);
+}
+
 inline f32x16 as_float(i32x16 whole) { return __builtin_convertvector(whole, f32x16); }
 
 // The products of a tile of each of kRows rows with 16 columns, from tile `at` on. words(i): the unsigned bytes of
@@ -167,52 +193,67 @@ inline __attribute__((always_inline)) void byte_tile(const ByteRows<kBytes>& few
 }
 
 // sums [kRows, 32] of int8 columns, less their scales. The weights' bytes are raised by 128 for the instruction.
-template <int kRows>
-void byte_sums(const Int8& weight, int64_t row, int64_t group, float* sums) {
+template <int kRows, int kRuns>
+void byte_sums(const Int8& weight, int64_t row, const Groups& groups, float* sums, int64_t size) {
   const int64_t tiles = ceil_div(weight.depth, 32);
-  const int8_t* from = weight.groups + group * tiles * kTile;
+  const Runs<kRuns> runs(weight.groups, tiles * kTile, groups);
   const auto& few = weight.few;
-  f32x16 total[kRows][2] = {};
-  for (int64_t tile = 0, at = row * tiles; tile < tiles; ++tile, ++at, from += kTile)
-    for (int half = 0; half < 2; ++half) {
-      i32x16 sum[kRows];
-      byte_tile(few, at, tiles, sum, [&](int i) {
-        const int8_t* line = from + half * kTile / 2 + i * 64;
-        fetch(line, 64);
-        return load_line(line) ^ 0x80808080;
-      });
-      for (int i = 0; i < kRows; ++i)
-        total[i][half] += few.scales[at + i * tiles] * as_float(sum[i] - int32_t(128 * few.totals[at + i * tiles]));
-    }
-  for (int i = 0; i < kRows; ++i)
-    for (int half = 0; half < 2; ++half) store16(sums + i * kColumns + half * 16, total[i][half]);
+  f32x16 total[kRuns][kRows][2] = {};
+  for (int64_t tile = 0, place = row * tiles; tile < tiles; ++tile, ++place) {
+    const int64_t ahead = runs.ahead(tile * kTile);
+    for (int run = 0; run < kRuns; ++run)
+      for (int half = 0; half < 2; ++half) {
+        const char* from = runs.from[run] + tile * kTile + half * kTile / 2;
+        i32x16 sum[kRows];
+        byte_tile(few, place, tiles, sum, [&](int i) {
+          fetch(from + i * 64 + ahead);
+          return load_line(from + i * 64) ^ 0x80808080;
+        });
+        for (int i = 0; i < kRows; ++i)
+          total[run][i][half] +=
+              few.scales[place + i * tiles] * as_float(sum[i] - int32_t(128 * few.totals[place + i * tiles]));
+      }
+  }
+  store_totals(total, sums, size);
 }
 
-template <int kRows>
-void byte_sums(const Int4& weight, int64_t row, int64_t group, float* sums) {
+template <int kRows, int kRuns>
+void byte_sums(const Int4& weight, int64_t row, const Groups& groups, float* sums, int64_t size) {
   const int64_t tiles = ceil_div(weight.depth, 32);
-  const uint8_t* from = weight.groups + group * tiles * Int4::kRecord;
+  const Runs<kRuns> runs(weight.groups, tiles * Int4::kRecord, groups);
   const auto& few = weight.few;
-  f32x16 total[kRows][2] = {};
-  for (int64_t tile = 0, at = row * tiles; tile < tiles; ++tile, ++at, from += Int4::kRecord) {
-    fetch(from + 512, 128);
-    for (int half = 0; half < 2; ++half) {
-      i32x16 sum[kRows];
-      u32x16 both;
-      byte_tile(few, at, tiles, sum, [&](int i) {
-        if (i % 2) return both >> 4 & 0x0f0f0f0f;
-        const uint8_t* line = from + half * 256 + i * 32;
-        fetch(line, 64);
-        both = load_line(line);
-        return both & 0x0f0f0f0f;
-      });
-      const f32x16 scale = load_half(from + 512 + half * 32), least = load_half(from + 576 + half * 32);
-      for (int i = 0; i < kRows; ++i)
-        total[i][half] += few.scales[at + i * tiles] * (scale * as_float(sum[i]) + least * few.totals[at + i * tiles]);
+  f32x16 total[kRuns][kRows][2] = {};
+  for (int64_t tile = 0, place = row * tiles; tile < tiles; ++tile, ++place) {
+    const int64_t ahead = runs.ahead(tile * Int4::kRecord);
+    for (int run = 0; run < kRuns; ++run) {
+      const char* from = runs.from[run] + tile * Int4::kRecord;
+      fetch(from + 512 + ahead, 128);
+      for (int half = 0; half < 2; ++half) {
+        i32x16 sum[kRows];
+        u32x16 both;
+        byte_tile(few, place, tiles, sum, [&](int i) {
+          if (i % 2) return both >> 4 & 0x0f0f0f0f;
+          fetch(from + half * 256 + i * 32 + ahead);
+          both = load_line(from + half * 256 + i * 32);
+          return both & 0x0f0f0f0f;
+        });
+        const f32x16 scale = load_half(from + 512 + half * 32), least = load_half(from + 576 + half * 32);
+        for (int i = 0; i < kRows; ++i)
+          total[run][i][half] += few.scales[place + i * tiles] *
+                                 (scale * as_float(sum[i]) + least * few.totals[place + i * tiles]);
+      }
     }
   }
-  for (int i = 0; i < kRows; ++i)
-    for (int half = 0; half < 2; ++half) store16(sums + i * kColumns + half * 16, total[i][half]);
+  store_totals(total, sums, size);
+}
+
+// Up to 16 rows: one with both groups at once, more with one group after the other.
+template <class Weight>
+void few_sums(const Weight& weight, int64_t row, int64_t rows, const Groups& groups, float* sums, int64_t size) {
+  if (rows == 1 && groups.count == 2) return byte_sums<1, 2>(weight, row, groups, sums, size);
+  each_group(groups, sums, size, [&](const Groups& one, float* to) {
+    in_pieces(rows, [&](auto count, int64_t i) { byte_sums<count, 1>(weight, row + i, one, to + i * kColumns, 0); });
+  });
 }
 
 }  // namespace
@@ -260,43 +301,50 @@ void Int4::prepare(const bf16* left, int64_t rows, float* to) {
 
 // With one block of rows the group is fetched a little ahead; with more, each block fetches a share of the next group.
 template <class T>
-void Plain<T>::sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, int64_t group,
-                    float* sums) const {
-  if (rows == 1 && lone && scope.kind == Kernels::kAmx) return lone_sums(*this, group, sums);
-  int64_t size = group_size(groups, depth), bytes = size * int64_t(sizeof(T)), blocks = ceil_div(rows, kBlockRows);
-  const T* from = groups + group * size;
-  int64_t lines = ceil_div(32, blocks);
-  for (int64_t i = 0; i < blocks; ++i) {
-    const char* next = reinterpret_cast<const char*>(from) + (blocks == 1 ? kAhead : bytes + i * lines * (bytes / 32));
-    tile_sums(scope, Product<T>{.left = left,
-                                .depth = depth,
-                                .row = row + i * kBlockRows,
-                                .rows = int(std::min<int64_t>(kBlockRows, rows - i * kBlockRows)),
-                                .group = from,
-                                .sums = sums + i * kBlockRows * kColumns,
-                                .fetch = {next, int(lines)}});
-  }
+void Plain<T>::sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, const Groups& groups,
+                    float* sums, int64_t size) const {
+  if (rows == 1 && lone && scope.kind == Kernels::kAmx)
+    return groups.count == 2 ? lone_sums<2>(*this, groups, sums, size) : lone_sums<1>(*this, groups, sums, size);
+  const int64_t numbers = group_size(this->groups, depth), bytes = numbers * int64_t(sizeof(T));
+  const int64_t blocks = ceil_div(rows, kBlockRows), lines = ceil_div(32, blocks);
+  each_group(groups, sums, size, [&](const Groups& one, float* to) {
+    const T* from = this->groups + one.first * numbers;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t ahead = blocks == 1 ? kAhead : bytes + i * lines * (bytes / 32);
+      tile_sums(scope, Product<T>{.left = left,
+                                  .depth = depth,
+                                  .row = row + i * kBlockRows,
+                                  .rows = int(std::min<int64_t>(kBlockRows, rows - i * kBlockRows)),
+                                  .group = from,
+                                  .sums = to + i * kBlockRows * kColumns,
+                                  .fetch = {reinterpret_cast<const char*>(from) + ahead, int(lines)}});
+    }
+  });
 }
 template struct Plain<float>;
 template struct Plain<bf16>;
 
-void Int8::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const {
-  const int8_t* from = groups + group * ceil_div(depth, 32) * kTile;
-  if (few.bytes)
-    in_pieces(rows, [&](auto count, int64_t i) { byte_sums<count>(*this, row + i, group, sums + i * kColumns); });
-  else
-    piecewise(scope, left, depth, row, rows, sums,
-              [&](int64_t first, int64_t tiles, bf16* to) { unpack(from + first * kTile, tiles, to); });
-  const float* scale = scales + group * kColumns;
-  for (int64_t i = 0; i < rows * kColumns; i += 16) store16(sums + i, load16(sums + i) * load16(scale + i % kColumns));
+void Int8::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
+                int64_t size) const {
+  if (few.bytes) few_sums(*this, row, rows, groups, sums, size);
+  each_group(groups, sums, size, [&](const Groups& one, float* to) {
+    const int8_t* from = this->groups + one.first * ceil_div(depth, 32) * kTile;
+    if (!few.bytes)
+      piecewise(scope, left, depth, row, rows, to,
+                [&](int64_t first, int64_t tiles, bf16* piece) { unpack(from + first * kTile, tiles, piece); });
+    const float* scale = scales + one.first * kColumns;
+    for (int64_t i = 0; i < rows * kColumns; i += 16) store16(to + i, load16(to + i) * load16(scale + i % kColumns));
+  });
 }
 
-void Int4::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const {
-  const uint8_t* from = groups + group * ceil_div(depth, 32) * kRecord;
-  if (few.bytes)
-    return in_pieces(rows, [&](auto count, int64_t i) { byte_sums<count>(*this, row + i, group, sums + i * kColumns); });
-  piecewise(scope, left, depth, row, rows, sums,
-            [&](int64_t first, int64_t tiles, bf16* to) { unpack_rounded(from + first * kRecord, tiles, to); });
+void Int4::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
+                int64_t size) const {
+  if (few.bytes) return few_sums(*this, row, rows, groups, sums, size);
+  each_group(groups, sums, size, [&](const Groups& one, float* to) {
+    const uint8_t* from = this->groups + one.first * ceil_div(depth, 32) * kRecord;
+    piecewise(scope, left, depth, row, rows, to,
+              [&](int64_t first, int64_t tiles, bf16* piece) { unpack_rounded(from + first * kRecord, tiles, piece); });
+  });
 }
 
 }  // namespace airdecode

@@ -10,6 +10,13 @@
 
 namespace airdecode {
 
+// Which groups one call multiplies: `count` of them, one or two, `apart` groups from each other. `next`: from each to the
+// one that this thread will read after it.
+struct Groups {
+  int64_t first, count = 1, apart = 1, next = 1;
+};
+
+// `sums` gives [rows, 32] for each group, `size` numbers after the other.
 // `at(i)` is the i-th of equal matrices that lie one after the other. `prepare` works out, into room for
 // prepared_size(rows) numbers, what `sums` needs of the left side beside its packed form.
 template <class T>
@@ -23,7 +30,8 @@ struct Plain {
 
   void prepare(const T* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return rows == 1 ? ceil_div(depth, 32) * 32 : 0; }
-  void sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
+  void sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
+            int64_t size) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * group_size(groups, depth) * int64_t(sizeof(T)); }
@@ -60,7 +68,8 @@ struct Int8 {
 
   void prepare(const bf16* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return Few::size(rows, depth); }
-  void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
+  void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
+            int64_t size) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * 1024; }
@@ -82,7 +91,8 @@ struct Int4 {
 
   void prepare(const bf16* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return Few::size(rows, depth); }
-  void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, int64_t group, float* sums) const;
+  void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
+            int64_t size) const;
   template <class Out>
   void row(int64_t column, Out* out) const;
   int64_t bytes() const { return ceil_div(columns, kColumns) * ceil_div(depth, 32) * kRecord; }

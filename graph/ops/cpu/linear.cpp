@@ -26,20 +26,21 @@ const Left* packed(const T* x, int64_t rows, int64_t stride, int64_t depth) {
   return left;
 }
 
-// finish(column group, first row, rows, sums) for every part of the product; `stacked` groups at a time, which lie
-// `groups` apart, and `size` floats apart in sums [rows, 32].
-template <int stacked, class Weight, class Finish>
+// finish(column group, first row, rows, sums, size) for every part of the product, sums [rows, 32]. `stacked`: two groups
+// make a part, `groups` from each other, and `size` floats apart in sums. A single row takes two groups at once.
+template <bool stacked, class Weight, class Finish>
 void product(const typename Weight::Left* left, int64_t rows, const Weight& weight, int64_t groups, Finish&& finish) {
-  int64_t passes = ceil_div(rows, Weight::kPassRows),
-          size = ceil_div(std::min(rows, Weight::kPassRows), 16) * 16 * kColumns;
+  const int64_t passes = ceil_div(rows, Weight::kPassRows), most = !stacked && rows == 1 ? 2 : 1;
+  const int64_t size = ceil_div(std::min(rows, Weight::kPassRows), 16) * 16 * kColumns;
   parallel(groups * passes, double(weight.bytes()) / 12 * (1 + double(rows) / 64), [&](Units& units, int thread) {
     TileScope scope(rows);
-    float* sums = scratch<float>(kSums, stacked * size);
-    for (int64_t unit; (unit = units.take(thread)) >= 0;) {
-      int64_t group = unit % groups, first = unit / groups * Weight::kPassRows;
-      int64_t count = std::min(rows - first, Weight::kPassRows);
-      for (int i = 0; i < stacked; ++i) weight.sums(scope, left, first, count, group + i * groups, sums + i * size);
-      finish(group, first, count, sums, size);
+    float* sums = scratch<float>(kSums, 2 * size);
+    for (int64_t unit, taken; (unit = units.take(thread, most, taken)) >= 0;) {
+      const int64_t group = unit % groups, first = unit / groups * Weight::kPassRows;
+      const int64_t count = std::min(rows - first, Weight::kPassRows);
+      const Groups now = stacked ? Groups{group, 2, groups} : Groups{group, taken, 1, taken};
+      weight.sums(scope, left, first, count, now, sums, size);
+      for (int64_t i = 0; i < taken; ++i) finish(group + i, first, count, sums + i * size, size);
     }
   });
 }
@@ -54,7 +55,7 @@ template <class Weight, class T, class Out>
 void product_to(const typename Weight::Left* left, int64_t rows, Weight weight, const T* bias, Out* out) {
   int64_t columns = weight.columns;
   weight.prepare(left, rows, scratch<float>(kTileSums, weight.prepared_size(rows)));
-  product<1>(left, rows, weight, ceil_div(columns, kColumns),
+  product<false>(left, rows, weight, ceil_div(columns, kColumns),
              [&](int64_t group, int64_t row, int64_t count, const float* sums, int64_t) {
                for (int64_t i = 0; i < count; ++i)
                  for (int64_t column = group * 32; column < std::min(columns, group * 32 + 32); column += 16)
@@ -78,7 +79,7 @@ void gated_mlp(const T* x, int64_t rows, int64_t stride, Weight gate_up, const T
   Left* hidden = scratch<Left>(kHidden, left_size(static_cast<Left*>(nullptr), rows, width));
   const Left* left = packed<Left>(x, rows, stride, gate_up.depth);
   gate_up.prepare(left, rows, scratch<float>(kTileSums, gate_up.prepared_size(rows)));
-  product<2>(left, rows, gate_up, width / kColumns,
+  product<true>(left, rows, gate_up, width / kColumns,
              [&](int64_t group, int64_t row, int64_t count, const float* sums, int64_t size) {
                for (int64_t i = 0; i < count; ++i)
                  for (int64_t j = 0; j < kColumns; j += 16) {

@@ -19,11 +19,18 @@ class Units {
 
   // The next unit for `thread`, or -1 when none is left.
   int64_t take(int thread) {
+    int64_t count;
+    return take(thread, 1, count);
+  }
+
+  // The same for up to `most` units, one behind the other; `count` of them.
+  int64_t take(int thread, int64_t most, int64_t& count) {
     for (int i = 0; i < threads_; ++i) {
       Run& run = runs_[(thread + i) % threads_];
       if (run.next.load(std::memory_order_relaxed) >= run.end) continue;
-      int64_t unit = run.next.fetch_add(1, std::memory_order_relaxed);
-      if (unit < run.end) return unit;
+      int64_t unit = run.next.fetch_add(most, std::memory_order_relaxed);
+      count = run.end - unit < most ? run.end - unit : most;
+      if (count > 0) return unit;
     }
     return -1;
   }
