@@ -88,7 +88,7 @@ class Runner:
         self.seat_tokens = self._make((2 * self._max_rows,), token_dtype)
         most = max(bucket.rows for bucket in scheduler.layouts)
         self.logits = self._make((most, model.vocab_size), torch.float32)
-        self._tokens_back = Returns(self.device, self.seat_tokens.nbytes)
+        self._tokens_back = Returns(self.device, self.seat_tokens)
         self._sampling: dict[tuple[int, bool], _Sampling] = {}
         self._counts: list[Tensor] = []
         self._scores: dict[Bucket, Tensor] = {}
@@ -131,9 +131,9 @@ class Runner:
         self.device.compute.run(Launch(graph, clock[0]))
         if sampling is not None:
             self.device.compute.run(Launch(sampling.graph, clock[1]))
-        drawn = None if sampling is None else sampling.back.send(sampling.results_block)
+        drawn = None if sampling is None else sampling.back.send()
         layout = None if sampling is None else sampling.results
-        ticket = Ticket(plan, self._tokens_back.send(self.seat_tokens), drawn, layout, clock)
+        ticket = Ticket(plan, self._tokens_back.send(), drawn, layout, clock)
         if score:
             ticket.scores = self._scores[plan.bucket]
         return ticket
@@ -230,7 +230,7 @@ class Runner:
         for seat, prompt, output in draw.counted:
             for counts, ids in zip(self._counts, (prompt, output), strict=True):
                 row = torch.from_numpy(np.bincount(ids, minlength=self.model.vocab_size).astype(np.int32))
-                self.device.compute.copy(counts[seat], row)
+                self.device.compute.copier(counts[seat], row)()
 
     # -- facts ----------------------------------------------------------------------------------------------------
     def pointers(self) -> Mapping[str, tuple[int, ...]]:
@@ -255,11 +255,11 @@ class _Sampling:
         shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {"token": ((rows,), whole), "logprob": ((rows,), real)}
         shapes |= {"top_logprob": ((rows, highest), real), "top_id": ((rows, highest), whole)}
         self.results = ControlLayout.pack((name, *rest) for name, rest in shapes.items())
-        self.results_block = runner.device.device_block(self.results.nbytes)
-        self.back = Returns(runner.device, self.results.nbytes)
+        block = runner.device.device_block(self.results.nbytes)
+        self.back = Returns(runner.device, block)
         inputs = self._staging.inputs
         step = SampleStep(runner.model.ops, list(inputs))
-        results = list(tensor_views(self.results, self.results_block).values())
+        results = list(tensor_views(self.results, block).values())
         given = (list(inputs.values()), runner.logits, runner.seat_tokens, results, counts)
         self.graph = runner._capture(f"sample-{rows}{'-penalties' if counts else ''}", step, given)
 

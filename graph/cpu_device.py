@@ -49,9 +49,10 @@ _DONE = _Done()
 class _CallerStream:
     """Work is done at once, by the thread that gives it."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copier(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         # `Tensor.copy_` may wake a pool of threads for this.
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        to, what = target.numpy().reshape(-1), source.numpy().reshape(-1)
+        return lambda: np.copyto(to, what)
 
     def run(self, work: Callable[[], None]) -> None:
         work()
@@ -87,10 +88,15 @@ class _WorkerStream:
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._call_next)
         self._no_clock = np.zeros(2)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copier(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous()
-        self._held.append((self._marks + 1, (target, source)))
-        self._quick.airdecode_stream_copy(self._opened(), target.data_ptr(), source.data_ptr(), target.nbytes)
+        addresses, held = (target.data_ptr(), source.data_ptr(), target.nbytes), (target, source)
+
+        def copy() -> None:
+            self._held.append((self._marks + 1, held))
+            self._quick.airdecode_stream_copy(self._opened(), *addresses)
+
+        return copy
 
     def run(self, work: Callable[[], None]) -> None:
         if isinstance(work, Launch) and work.graph.entry is not None:

@@ -10,7 +10,8 @@ and that copy waits for the upload. Fixed inputs are safe by order alone: copy a
 two host and two landing blocks, so the host fills one while the other is on its way. Samples come back the same way.
 
 `Device`, `Stream` and `Event` are the seam. They map one to one onto `torch.npu` / `torch.cuda`: `host_block` is pinned
-memory, `copy` is `copy_(non_blocking=True)` under the stream, `record` and `wait` are `record_event` and `wait_event`.
+memory, a copier does `copy_(non_blocking=True)` under the stream, `record` and `wait` are `record_event` and
+`wait_event`. The same few copies are made every step, so what can be worked out about them is, once.
 On a CPU a worker thread keeps the same order. The tests run a device that delays and reorders all it may.
 """
 
@@ -41,8 +42,8 @@ class Event(Protocol):
 class Stream(Protocol):
     """Work done in the order in which it was given. Giving it does not wait for it."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy memory of equal shape and dtype."""
+    def copier(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """What copies `source` to `target`, of equal shape and dtype, each time it is called."""
         ...
 
     def run(self, work: Callable[[], None]) -> None:
@@ -81,10 +82,11 @@ class Device(Protocol):
 class _Slot:
     """One host block, its landing block, and the events that say when each may be written again."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.host = device.host_block(nbytes)
-        self.bytes = self.host.numpy()
-        self.landing = device.device_block(nbytes)
+    def __init__(self, device: Device, fixed: Tensor) -> None:
+        host, landing = device.host_block(fixed.nbytes), device.device_block(fixed.nbytes)
+        self.bytes = host.numpy()
+        self.upload = device.copies.copier(landing, host)
+        self.land = device.compute.copier(fixed, landing)
         self.uploaded: Event | None = None  # the host block has been read
         self.landed: Event | None = None  # the landing block has been read
 
@@ -96,9 +98,9 @@ class Staging:
         self.layout = layout
         self.num_uploads = 0  # host-to-device copies so far: one a step
         self._device = device
-        self._slots = [_Slot(device, layout.nbytes) for _ in range(NUM_BLOCKS)]
-        self._fixed = device.device_block(layout.nbytes)
-        self.inputs: Mapping[str, Tensor] = MappingProxyType(tensor_views(layout, self._fixed))
+        fixed = device.device_block(layout.nbytes)
+        self._slots = [_Slot(device, fixed) for _ in range(NUM_BLOCKS)]
+        self.inputs: Mapping[str, Tensor] = MappingProxyType(tensor_views(layout, fixed))
 
     def stage(self, control: np.ndarray) -> None:
         """Bring `control` [nbytes] uint8 into the fixed inputs, behind all that the compute stream was given so far."""
@@ -107,10 +109,10 @@ class Staging:
         self._await_host_block(slot)
         slot.bytes[:] = control
         self._await_landing_block(slot)
-        self._device.copies.copy(slot.landing, slot.host)
+        slot.upload()
         slot.uploaded = self._device.copies.record()
         self._await_upload(slot)
-        self._device.compute.copy(self._fixed, slot.landing)
+        slot.land()
         slot.landed = self._device.compute.record()
 
     def _await_host_block(self, slot: _Slot) -> None:
@@ -175,19 +177,21 @@ class Arrival:
 class Returns:
     """The way back: two host blocks, each sent again only after what lay in it was taken."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self._device = device
-        self._blocks = [device.host_block(nbytes) for _ in range(NUM_BLOCKS)]
+    def __init__(self, device: Device, results: Tensor) -> None:
+        """`results`: the device memory that every step leaves its results in."""
+        self._compute = device.compute
+        blocks = [device.host_block(results.nbytes).view(results.dtype).view(results.shape) for _ in range(NUM_BLOCKS)]
+        self._blocks = [block.numpy() for block in blocks]
+        self._fetch = [device.compute.copier(block, results) for block in blocks]
         self._arrivals: list[Arrival | None] = [None] * NUM_BLOCKS
         self._sent = 0
 
-    def send(self, results: Tensor) -> Arrival:
-        """Copy device memory of up to nbytes to the host, behind all that the compute stream was given so far."""
+    def send(self) -> Arrival:
+        """Copy the results to the host, behind all that the compute stream was given so far."""
         i = self._sent % NUM_BLOCKS
         earlier = self._arrivals[i]
         assert earlier is None or earlier.taken, f"{NUM_BLOCKS} steps are out: take the results of the earliest first"
         self._sent += 1
-        block = self._blocks[i][: results.nbytes].view(results.dtype).view(results.shape)
-        self._device.compute.copy(block, results)
-        arrival = self._arrivals[i] = Arrival(block.numpy(), self._device.compute.record())
+        self._fetch[i]()
+        arrival = self._arrivals[i] = Arrival(self._blocks[i], self._compute.record())
         return arrival

@@ -26,13 +26,17 @@ class NpuStream:
         """`hosts`: address -> the host block that the memory there was last filled from; shared by the streams."""
         self._npu, self._stream, self._hosts = npu, stream, hosts
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """The call returns at once where the host's side is page-locked."""
-        with self._npu.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        host = self._hosts.get(source.data_ptr())
-        if host is not None:
-            self._hosts[target.data_ptr()] = host
+    def copier(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """A call of it returns at once where the host's side is page-locked."""
+
+        def copy() -> None:
+            with self._npu.stream(self._stream):
+                target.copy_(source, non_blocking=True)
+            host = self._hosts.get(source.data_ptr())
+            if host is not None:
+                self._hosts[target.data_ptr()] = host
+
+        return copy
 
     def run(self, work: Callable[[], None]) -> None:
         """The caller launches; the stream computes."""

@@ -39,7 +39,7 @@ class Steps:
         self.npu, self.device = npu, NpuDevice(npu, CPU)
         self.staging = Staging(self.device, LAYOUT)
         self.result = self.device.device_block(8).view(torch.int64)
-        self.back = Returns(self.device, 8)
+        self.back = Returns(self.device, self.result)
 
     def graph(self) -> None:
         total = sum(int(field.sum()) for field in self.staging.inputs.values())
@@ -48,7 +48,7 @@ class Steps:
     def launch(self, control: np.ndarray) -> Any:
         self.staging.stage(control)
         self.device.compute.run(lambda: self.npu.launch(self.graph))
-        return self.back.send(self.result)
+        return self.back.send()
 
     def walk(self, steps: int) -> None:
         rng = np.random.default_rng(0)

@@ -39,6 +39,9 @@ class HostileStream:
         self.work.extend(pieces)
         self.device.some()
 
+    def copier(self, target: Tensor, source: Tensor) -> Piece:
+        return lambda: self.copy(target, source)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.shape == source.shape and target.dtype == source.dtype
         half = len(target) // 2

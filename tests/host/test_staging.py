@@ -32,7 +32,7 @@ class StagedWorld(World):
         self.slow = slow
         self.stager = Stager(device, self.scheduler.layouts)
         self.samples = torch.zeros(16, dtype=torch.int32)
-        self.returns = [Returns(device, self.samples.nbytes) for _ in range(DEPTH // 2)]
+        self.returns = [Returns(device, self.samples) for _ in range(DEPTH // 2)]
         self.arrivals: list[Arrival] = []
         self.rng = random.Random(seed)
         self.steps = 0
@@ -47,7 +47,7 @@ class StagedWorld(World):
         while len(self.flights) < DEPTH and (plan := self.plan()) is not None:
             self.stager.stage(plan)
             self.device.compute.run(lambda plan=plan: self._run(plan))
-            self.arrivals.append(self.returns[plan.step % len(self.returns)].send(self.samples))
+            self.arrivals.append(self.returns[plan.step % len(self.returns)].send())
         arrived = self.arrivals.pop(0).take()
         if self.fault is not None:
             raise self.fault
@@ -127,17 +127,17 @@ def test_the_worker_thread_keeps_the_same_order() -> None:
 
 def test_one_upload_a_step_and_addresses_for_life() -> None:
     device = CpuDevice()
+    uploads: list[int] = []
+    copier = device.copies.copier
+
+    def counted(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        copy = copier(target, source)
+        return lambda: (uploads.append(len(source)), copy())[1]
+
+    device.copies.copier = counted  # type: ignore[method-assign]
     world = StagedWorld(device, 3)
     stagings = world.stager.stagings
     before = {bucket: [tensor.data_ptr() for tensor in stagings[bucket].inputs.values()] for bucket in stagings}
-    uploads = []
-    copy = device.copies.copy
-
-    def counted(target: torch.Tensor, source: torch.Tensor) -> None:
-        uploads.append(len(source))
-        copy(target, source)
-
-    device.copies.copy = counted  # type: ignore[method-assign]
     while world.steps < 1_000:
         world.step()
     staged = world.steps + len(world.flights)
@@ -189,14 +189,19 @@ def test_staging_does_not_wait_for_the_step_before() -> None:
 
 def test_results_must_be_taken_before_their_block_is_sent_again() -> None:
     device = CpuDevice()
-    returns = Returns(device, 8)
-    first = returns.send(torch.tensor([1, 2], dtype=torch.int32))
-    returns.send(torch.tensor([3, 4], dtype=torch.int32))
+    results = torch.zeros(2, dtype=torch.int32)
+    returns = Returns(device, results)
+
+    def send(value: int) -> Arrival:
+        device.compute.run(lambda: results.fill_(value))
+        return returns.send()
+
+    first, second = send(1), send(2)
     with pytest.raises(AssertionError, match="take the results of the earliest first"):
-        returns.send(torch.tensor([5, 6], dtype=torch.int32))
-    assert first.take().tolist() == [1, 2]
-    third = returns.send(torch.tensor([5], dtype=torch.int32))
-    assert third.take().tolist() == [5]
+        returns.send()
+    assert first.take().tolist() == [1, 1]
+    third = send(3)
+    assert second.take().tolist() == [2, 2] and third.take().tolist() == [3, 3]
     device.close()
 
 
