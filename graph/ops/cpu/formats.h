@@ -26,7 +26,7 @@ struct Plain {
 
   const T* groups;
   int64_t columns, depth;
-  const float* lone = nullptr;  // a single row of the left side, widened (lone.h)
+  const float* lone = nullptr;  // a single row of the left side, as float32
 
   void prepare(const T* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return rows == 1 ? ceil_div(depth, 32) * 32 : 0; }

@@ -1,7 +1,8 @@
 """The operators on a CPU: C++ kernels over packed weights and a paged cache. Shapes and meaning are the protocol's.
 
 Sums are float32 and rounded to `dtype` once. A row's result does not depend on its neighbours in the batch, nor on the
-number of threads (`torch.set_num_threads`); for attention it does depend on how many new tokens the row brings.
+number of threads (`torch.set_num_threads`); for attention it does depend on how many new tokens the row brings, and for
+quantised weights on whether the step has up to 16 rows or more (formats.h says how activations meet them).
 """
 
 from __future__ import annotations
