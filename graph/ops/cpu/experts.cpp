@@ -95,7 +95,7 @@ class Visits {
       for (int64_t unit; (unit = units.take(thread)) >= 0;) {
         int64_t i = unit / groups, count = batches_[i].count;
         float* sums = scratch<float>(kSums, stacked * rows_of(std::min(count, Weight::kPassRows)) * kColumns);
-        TileScope scope(count);
+        TileScope scope(count, Weight::in_bytes(count));
         for (int64_t row = 0; row < count; row += Weight::kPassRows)
           body(i, unit % groups, row, std::min(Weight::kPassRows, count - row), scope, sums);
       }

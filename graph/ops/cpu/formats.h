@@ -28,6 +28,7 @@ struct Plain {
   int64_t columns, depth;
   const float* lone = nullptr;  // a single row of the left side, as float32
 
+  static bool in_bytes(int64_t) { return false; }
   void prepare(const T* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return rows == 1 ? ceil_div(depth, 32) * 32 : 0; }
   void sums(const TileScope& scope, const T* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
@@ -45,27 +46,31 @@ template <int kBytes>
 struct ByteRows {
   static constexpr int64_t kMost = 16;  // with more rows the work, not the memory, takes the time: bfloat16 then
 
-  const int8_t* bytes = nullptr;  // [rows, tiles, kBytes, 32]: of two, the first is worth 128 times the second
+  int64_t rows = 0;
+  const int8_t* bytes = nullptr;  // [tiles, rows, kBytes, 32]: of two, the first is worth 128 times the second
   const float* scales = nullptr;  // [rows, tiles]
   const float* totals = nullptr;  // [rows, tiles]: the sum of a tile's whole numbers
 
   ByteRows() = default;
   ByteRows(const bf16* left, int64_t rows, int64_t depth, float* to);
-  static int64_t size(int64_t rows, int64_t depth) {
-    return rows > kMost ? 0 : rows * ceil_div(depth, 32) * (2 + 8 * kBytes);
+  static int64_t size(int64_t rows, int64_t depth) {  // the matrix unit reads sixteen rows, whatever there are
+    return rows > kMost ? 0 : rows * ceil_div(depth, 32) * (2 + 8 * kBytes) + 128;
   }
+  const int8_t* at(int64_t row, int64_t tile) const { return bytes + (tile * rows + row) * kBytes * 32; }
 };
 
 struct Int8 {
   using Left = bf16;
+  using Few = ByteRows<2>;
   static constexpr int64_t kPassRows = 512;
 
   const int8_t* groups;
   const float* scales;  // [columns, rounded up to whole groups]
   int64_t columns, depth;
-  using Few = ByteRows<2>;
   Few few = {};
 
+  // Whether the matrix unit takes bytes: fewer rows are faster without it.
+  static bool in_bytes(int64_t rows) { return rows > 4 && rows <= Few::kMost; }
   void prepare(const bf16* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return Few::size(rows, depth); }
   void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
@@ -82,13 +87,14 @@ struct Int8 {
 // With more rows than ByteRows takes, weights are rounded to bfloat16.
 struct Int4 {
   using Left = bf16;
+  using Few = ByteRows<1>;  // what it costs is little beside the weights' own rounding
   static constexpr int64_t kPassRows = 512, kRecord = 640;
 
   const uint8_t* groups;
   int64_t columns, depth;
-  using Few = ByteRows<1>;  // what it costs is little beside the weights' own rounding
   Few few = {};
 
+  static bool in_bytes(int64_t) { return false; }
   void prepare(const bf16* left, int64_t rows, float* to);
   int64_t prepared_size(int64_t rows) const { return Few::size(rows, depth); }
   void sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,

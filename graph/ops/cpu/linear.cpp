@@ -33,7 +33,7 @@ void product(const typename Weight::Left* left, int64_t rows, const Weight& weig
   const int64_t passes = ceil_div(rows, Weight::kPassRows), most = !stacked && rows == 1 ? 2 : 1;
   const int64_t size = ceil_div(std::min(rows, Weight::kPassRows), 16) * 16 * kColumns;
   parallel(groups * passes, double(weight.bytes()) / 12 * (1 + double(rows) / 64), [&](Units& units, int thread) {
-    TileScope scope(rows);
+    TileScope scope(rows, Weight::in_bytes(rows));
     float* sums = scratch<float>(kSums, 2 * size);
     for (int64_t unit, taken; (unit = units.take(thread, most, taken)) >= 0;) {
       const int64_t group = unit % groups, first = unit / groups * Weight::kPassRows;

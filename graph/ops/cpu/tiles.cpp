@@ -35,7 +35,7 @@ inline void fetch_ahead(Fetch& fetch) {
 // -- AMX: sixteen rows by sixteen columns by 32 deep in one instruction
 // -------------------------------------------------
 #if AIRDECODE_AMX
-void configure(int64_t rows) {
+void configure(int64_t rows, bool bytes) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -44,6 +44,10 @@ void configure(int64_t rows) {
   for (int tile = 0; tile < 8; ++tile) {
     shape.row_bytes[tile] = 64;
     shape.rows[tile] = uint8_t(tile < 6 ? std::min<int64_t>(rows, 16) : 16);  // 0-3 sums, 4-5 left, 6-7 right
+  }
+  if (bytes) {
+    shape.rows[0] = shape.rows[1] = shape.rows[4] = 16;
+    shape.row_bytes[4] = 32, shape.rows[6] = shape.rows[7] = 8;
   }
   asm volatile("ldtilecfg %0" ::"m"(shape) : "memory");
 }
@@ -181,9 +185,9 @@ extern "C" int airdecode_limit_kernels(int level) {
   return int(kernels());
 }
 
-TileScope::TileScope(int64_t rows) : kind(kernels()) {
+TileScope::TileScope(int64_t rows, bool bytes) : kind(kernels()) {
 #if AIRDECODE_AMX
-  if (kind == Kernels::kAmx) configure(rows);
+  if (kind == Kernels::kAmx) configure(rows, bytes);
 #endif
 }
 

@@ -43,7 +43,8 @@ inline T* left_at(T* left, int64_t depth, int64_t row, int64_t tile) {
 // Prepares this thread for products of up to `rows` rows. Cheap; every thread does it before its first `tile_sums`.
 class TileScope {
  public:
-  explicit TileScope(int64_t rows);
+  // `bytes`: for products of bytes, 32 deep: tiles 0 and 1 are sums, 4 is the left side, 6 and 7 are the right one.
+  explicit TileScope(int64_t rows, bool bytes = false);
   ~TileScope();
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
