@@ -7,7 +7,7 @@
 namespace airdecode {
 namespace {
 
-constexpr int64_t kPiece = 8;  // tiles unpacked at once: 16 KB, which stay in the first-level cache
+constexpr int64_t kPiece = 8;    // tiles unpacked at once: 16 KB, which stay in the first-level cache
 constexpr int64_t kTile = 1024;  // numbers of a tile of a group: 32 deep, 32 columns
 
 // What one row reads: one run of addresses, or two side by side. Measured on two cores: two runs, each fetched 4 KB ahead
@@ -34,6 +34,12 @@ class Runs {
   int64_t bytes_, skip_;
 };
 
+inline u32x16 load_line(const void* from) {
+  u32x16 words;
+  std::memcpy(&words, from, 64);
+  return words;
+}
+
 // Bytes become bfloat16 exactly: a byte at the low end of 2^23 as float32, less that and its own offset.
 void unpack(const int8_t* from, int64_t tiles, bf16* to) {
   auto number = [](u32x16 words, int byte) {
@@ -42,21 +48,13 @@ void unpack(const int8_t* from, int64_t tiles, bf16* to) {
   for (int64_t tile = 0; tile < tiles; ++tile, from += kTile, to += kTile) {
     for (int64_t i = 0; i < kTile; i += 64) {
       fetch(from + i + kAhead);
-      u32x16 words;
-      std::memcpy(&words, from + i, 64);
-      words ^= 0x80808080;
+      const u32x16 words = load_line(from + i) ^ 0x80808080;
       for (int pair = 0; pair < 2; ++pair) {
         u32x16 row = number(words, 2 * pair) >> 16 | (number(words, 2 * pair + 1) & 0xffff0000);
         std::memcpy(to + i + pair * 32, &row, 64);
       }
     }
   }
-}
-
-inline u32x16 load_line(const void* from) {
-  u32x16 words;
-  std::memcpy(&words, from, 64);
-  return words;
 }
 
 inline f32x16 load_half(const void* from) {
@@ -83,8 +81,7 @@ void unpack_rounded(const uint8_t* from, int64_t tiles, bf16* to) {
     fetch(from + kAhead, Int4::kRecord);
     for (int quad = 0; quad < 8; ++quad) {
       f32x16 scale = load_half(from + 512 + quad / 4 * 32), least = load_half(from + 576 + quad / 4 * 32);
-      u32x16 words;
-      std::memcpy(&words, from + quad * 64, 64);
+      const u32x16 words = load_line(from + quad * 64);
       for (int i = 0; i < 4; ++i) {
         const int low_bit = i % 2 * 16 + i / 2 * 4;
         u32x16 even = words >> low_bit & 15, odd = words >> (low_bit + 8) & 15;
@@ -118,6 +115,13 @@ void piecewise(const TileScope& scope, const bf16* left, int64_t depth, int64_t 
   }
 }
 
+template <int kRuns, int kRows>
+void store_totals(const f32x16 (&total)[kRuns][kRows][2], float* sums, int64_t size) {
+  for (int run = 0; run < kRuns; ++run)
+    for (int i = 0; i < kRows; ++i)
+      for (int half = 0; half < 2; ++half) store16(sums + run * size + i * kColumns + half * 16, total[run][i][half]);
+}
+
 // One row of bfloat16, in vectors: little work for each byte of weight, so that memory alone sets the speed. The sums are
 // bit for bit those that AMX makes of the row among others: of each tile the even and the odd depths by themselves, then
 // both, then the tiles in order. Runs take turns line by line: tile by tile they bring 8 % less.
@@ -125,7 +129,7 @@ template <int kRuns>
 void lone_sums(const Plain<bf16>& weight, const Groups& groups, float* sums, int64_t size) {
   const int64_t tiles = ceil_div(weight.depth, 32);
   const Runs<kRuns> runs(weight.groups, tiles * 2 * kTile, groups);
-  f32x16 total[kRuns][2] = {};
+  f32x16 total[kRuns][1][2] = {};
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t ahead = runs.ahead(tile * 2 * kTile);
     const float* row = weight.lone + tile * 32;
@@ -139,11 +143,10 @@ void lone_sums(const Plain<bf16>& weight, const Groups& groups, float* sums, int
           even[run] += bits_as<f32x16>(both << 16) * row[2 * pair];
           odd[run] += bits_as<f32x16>(both & 0xffff0000u) * row[2 * pair + 1];
         }
-      for (int run = 0; run < kRuns; ++run) total[run][half] += even[run] + odd[run];
+      for (int run = 0; run < kRuns; ++run) total[run][0][half] += even[run] + odd[run];
     }
   }
-  for (int run = 0; run < kRuns; ++run)
-    for (int half = 0; half < 2; ++half) store16(sums + run * size + half * 16, total[run][half]);
+  store_totals(total, sums, size);
 }
 template <int kRuns>
 void lone_sums(const Plain<float>&, const Groups&, float*, int64_t) {}
@@ -168,13 +171,6 @@ inline i32x16 add_products(i32x16 to, u32x16 bytes, const int8_t* four) {
 #endif
   for (int i = 0; i < 4; ++i) to += (i32x16)(bytes >> (8 * i) & 255) * int32_t(four[i]);
   return to;
-}
-
-template <int kRuns, int kRows>
-void store_totals(const f32x16 (&total)[kRuns][kRows][2], float* sums, int64_t size) {
-  for (int run = 0; run < kRuns; ++run)
-    for (int i = 0; i < kRows; ++i)
-      for (int half = 0; half < 2; ++half) store16(sums + run * size + i * kColumns + half * 16, total[run][i][half]);
 }
 
 inline f32x16 as_float(i32x16 whole) { return __builtin_convertvector(whole, f32x16); }
@@ -323,10 +319,10 @@ ByteRows<kBytes>::ByteRows(const bf16* left, int64_t rows, int64_t depth, float*
   int8_t* byte = reinterpret_cast<int8_t*>(total + rows * tiles);
   scales = scale, totals = total, bytes = byte;
   const f32x16 magic = splat(12582912.0f);  // adding it rounds to a whole number
-  auto store_whole = [&](f32x16 raised, int8_t* to) {
+  auto store_whole = [&](f32x16 raised, int8_t* place) {
     const f32x16 whole = raised - magic, high = kBytes == 2 ? whole * (1.0f / 128) + magic : raised;
-    store_bytes(to, high);
-    if (kBytes == 2) store_bytes(to + 32, whole - (high - magic) * 128 + magic);
+    store_bytes(place, high);
+    if (kBytes == 2) store_bytes(place + 32, whole - (high - magic) * 128 + magic);
     return whole;
   };
   for (int64_t row = 0; row < rows; ++row)

@@ -96,7 +96,8 @@ inline f32x16 rounded(f32x16 value) {
 
 inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-// Folds sixteen numbers to one, always in the same order. join is called with vectors of 8, 4, 2 numbers, then with two.
+// Folds sixteen numbers to one, always in the same order. join is called with vectors of 8 and of 4
+// numbers, then with single ones.
 template <class Join>
 inline float fold16(f32x16 v, Join&& join) {
   typedef float f32x8 __attribute__((vector_size(32)));
