@@ -20,14 +20,19 @@ template <class T, class Body>
 void with_weight(const char* name, Handle handle, const Handle* scales, int64_t columns, int64_t depth, Body&& body) {
   Array weight(handle);
   int64_t groups = (columns + 31) / 32, tiles = (depth + 31) / 32;
+  auto scaled = [&](auto format) {
+    const float* scale = vector_or_null<float>("scales", scales, groups * 32);
+    if (!scale) refuse("a quantised weight needs its scales");
+    format.groups = static_cast<uint8_t*>(weight.data), format.scales = scale;
+    format.columns = columns, format.depth = depth;
+    body(format);
+  };
   if (weight.type == aoti_torch_dtype_uint8()) {
-    weight.expect(name, {groups, tiles, Int4::kRecord});
-    body(Int4{.groups = static_cast<uint8_t*>(weight.data), .columns = columns, .depth = depth});
+    weight.expect(name, {groups, tiles, Int4::kTileBytes});
+    scaled(Int4());
   } else if (weight.type == aoti_torch_dtype_int8()) {
     weight.expect(name, {groups, tiles, 2, 8, 16, 4});
-    const float* scale = vector_or_null<float>("scales", scales, groups * 32);
-    if (!scale) refuse("an int8 weight needs its scales");
-    body(Int8{.groups = static_cast<int8_t*>(weight.data), .scales = scale, .columns = columns, .depth = depth});
+    scaled(Int8());
   } else if constexpr (sizeof(T) == 4) {
     weight.expect(name, {groups, depth, 32});
     body(Plain<T>{.groups = weight.as<T>(name), .columns = columns, .depth = depth});

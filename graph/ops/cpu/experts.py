@@ -43,8 +43,8 @@ class CpuExperts(nn.Module):
         def packed(groups: int, depth: int) -> tuple[nn.Parameter, nn.Parameter | None]:
             columns = num_experts * groups * 32
             weight = arena.empty(packed_shape(columns, depth, kept), kept)
-            scales = nn.Parameter(torch.ones(columns), requires_grad=False) if kept == torch.int8 else None
-            return nn.Parameter(weight, requires_grad=False), scales
+            scales = torch.ones(columns) if kept in (torch.int8, torch.uint8) else None
+            return nn.Parameter(weight, requires_grad=False), scales if scales is None else nn.Parameter(scales, False)
 
         def vectors(size: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(num_experts * size, dtype=dtype), requires_grad=False) if bias else None

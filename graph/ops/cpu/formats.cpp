@@ -40,8 +40,21 @@ inline u32x16 load_line(const void* from) {
   return words;
 }
 
-// Bytes become bfloat16 exactly: a byte at the low end of 2^23 as float32, less that and its own offset.
-void unpack(const int8_t* from, int64_t tiles, bf16* to) {
+// Sixteen bytes, signed or not, as float32.
+template <class Byte>
+inline f32x16 load_bytes(const void* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));  // the next is scalar code
+  return (f32x16)_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#endif
+  f32x16 out;
+  for (int i = 0; i < kLanes; ++i) out[i] = static_cast<const Byte*>(from)[i];
+  return out;
+}
+
+// Whole numbers as bfloat16, `tiles` tiles. Bytes become it exactly: a byte at the low end of 2^23 as float32, less that
+// and its own offset.
+void unpack(Bytes, const uint8_t* from, int64_t tiles, bf16* to) {
   auto number = [](u32x16 words, int byte) {
     return bits_as<u32x16>(bits_as<f32x16>((words >> (8 * byte) & 255) | 0x4b000000) - 8388736.0f);
   };
@@ -57,16 +70,23 @@ void unpack(const int8_t* from, int64_t tiles, bf16* to) {
   }
 }
 
-inline f32x16 load_half(const void* from) {
-#if defined(__AVX512F__)
-  return (f32x16)_mm512_cvtph_ps(
-      _mm256_loadu_si256(static_cast<const __m256i*>(from)));  // the next is scalar code
-#endif
-  _Float16 half[kLanes];
-  std::memcpy(half, from, sizeof(half));
-  f32x16 out;
-  for (int i = 0; i < kLanes; ++i) out[i] = float(half[i]);
-  return out;
+void unpack(Nibbles, const uint8_t* from, int64_t tiles, bf16* to) {
+  for (int64_t tile = 0; tile < tiles; ++tile, from += Nibbles::kTileBytes, to += kTile) {
+    fetch(from + kAhead, Nibbles::kTileBytes);
+    for (int quad = 0; quad < 8; ++quad) {
+      const u32x16 words = load_line(from + quad * 64);
+      const f32x16 step = load_bytes<uint8_t>(from + Nibbles::kSteps + quad / 4 * 16);
+      const f32x16 least = load_bytes<int8_t>(from + Nibbles::kLeast + quad / 4 * 16) * 16;
+      for (int i = 0; i < 4; ++i) {
+        const int low_bit = i % 2 * 16 + i / 2 * 4;
+        u32x16 even = words >> low_bit & 15, odd = words >> (low_bit + 8) & 15;
+        u16x16 low = narrow(least + step * __builtin_convertvector(even, f32x16));
+        u16x16 high = narrow(least + step * __builtin_convertvector(odd, f32x16));
+        u32x16 row = __builtin_convertvector(low, u32x16) | __builtin_convertvector(high, u32x16) << 16;
+        std::memcpy(to + (quad * 4 + i) * 32, &row, 64);
+      }
+    }
+  }
 }
 
 // Calls body(group, its sums) for one or two groups.
@@ -75,36 +95,19 @@ void each_group(const Groups& groups, float* sums, int64_t size, Body&& body) {
   for (int64_t i = 0; i < groups.count; ++i) body(Groups{groups.first + i * groups.apart}, sums + i * size);
 }
 
-// least + scale * nibble, rounded to bfloat16.
-void unpack_rounded(const uint8_t* from, int64_t tiles, bf16* to) {
-  for (int64_t tile = 0; tile < tiles; ++tile, from += Int4::kRecord, to += kTile) {
-    fetch(from + kAhead, Int4::kRecord);
-    for (int quad = 0; quad < 8; ++quad) {
-      f32x16 scale = load_half(from + 512 + quad / 4 * 32), least = load_half(from + 576 + quad / 4 * 32);
-      const u32x16 words = load_line(from + quad * 64);
-      for (int i = 0; i < 4; ++i) {
-        const int low_bit = i % 2 * 16 + i / 2 * 4;
-        u32x16 even = words >> low_bit & 15, odd = words >> (low_bit + 8) & 15;
-        u16x16 low = narrow(least + scale * __builtin_convertvector(even, f32x16));
-        u16x16 high = narrow(least + scale * __builtin_convertvector(odd, f32x16));
-        u32x16 row = __builtin_convertvector(low, u32x16) | __builtin_convertvector(high, u32x16) << 16;
-        std::memcpy(to + (quad * 4 + i) * 32, &row, 64);
-      }
-    }
-  }
-}
-
 // sums [rows, 32] over a group that is unpacked piece by piece.
-template <class Unpack>
-void piecewise(const TileScope& scope, const bf16* left, int64_t depth, int64_t row, int64_t rows, float* sums,
-               Unpack&& unpack) {
+template <class Numbers>
+void piecewise(const TileScope& scope, const bf16* left, const Scaled<Numbers>& weight, int64_t row, int64_t rows,
+               int64_t group, float* sums) {
   alignas(64) bf16 piece[kPiece * kTile];
-  for (int64_t first = 0, all = ceil_div(depth, 32); first < all; first += kPiece) {
+  const int64_t all = ceil_div(weight.depth, 32);
+  const uint8_t* from = weight.groups + group * all * Numbers::kTileBytes;
+  for (int64_t first = 0; first < all; first += kPiece) {
     int64_t tiles = std::min(kPiece, all - first);
-    unpack(first, tiles, piece);
+    unpack(Numbers(), from + first * Numbers::kTileBytes, tiles, piece);
     for (int64_t i = 0; i < rows; i += kBlockRows)
       tile_sums(scope, Product<bf16>{.left = left,
-                                     .depth = depth,
+                                     .depth = weight.depth,
                                      .row = row + i,
                                      .rows = int(std::min<int64_t>(kBlockRows, rows - i)),
                                      .group = piece,
@@ -175,29 +178,7 @@ inline i32x16 add_products(i32x16 to, u32x16 bytes, const int8_t* four) {
 
 inline f32x16 as_float(i32x16 whole) { return __builtin_convertvector(whole, f32x16); }
 
-// The products of a tile of kRows rows, from the first on, with 16 columns of each run. words(run, i): the unsigned bytes
-// of depths 4i..4i+3 of the columns.
-template <int kRuns, int kRows, int kBytes, class Words>
-inline __attribute__((always_inline)) void byte_tile(const ByteRows<kBytes>& few, int64_t first, int64_t tile,
-                                                     i32x16 (&sum)[kRuns][kRows], Words&& words) {
-  i32x16 part[kRuns][kRows][kBytes] = {};
-  for (int i = 0; i < 8; ++i)
-    for (int run = 0; run < kRuns; ++run) {
-      const u32x16 columns = words(run, i);
-      for (int row = 0; row < kRows; ++row)
-        for (int byte = 0; byte < kBytes; ++byte) {
-          const int8_t* four = few.at(first + row, tile) + byte * 32 + i * 4;
-          part[run][row][byte] = add_products(part[run][row][byte], columns, four);
-        }
-    }
-  for (int run = 0; run < kRuns; ++run)
-    for (int row = 0; row < kRows; ++row) {
-      const auto& parts = part[run][row];
-      sum[run][row] = kBytes == 2 ? (parts[0] << 7) + parts[1] : parts[0];
-    }
-}
-
-// sums [kRows, 32] of int8 columns, less their scales. The weights' bytes are raised by 128 for the instruction.
+// sums [kRows, 32], less the columns' scales. The weights' bytes are raised by 128 for the instruction.
 template <int kRows, int kRuns>
 void byte_sums(const Int8& weight, int64_t row, const Groups& groups, float* sums, int64_t size) {
   const int64_t tiles = ceil_div(weight.depth, 32);
@@ -207,46 +188,59 @@ void byte_sums(const Int8& weight, int64_t row, const Groups& groups, float* sum
   for (int64_t tile = 0, place = row * tiles; tile < tiles; ++tile, ++place) {
     const int64_t ahead = runs.ahead(tile * kTile);
     for (int half = 0; half < 2; ++half) {
-      i32x16 sum[kRuns][kRows];
-      byte_tile(few, row, tile, sum, [&](int run, int i) {
-        const char* line = runs.from[run] + tile * kTile + half * kTile / 2 + i * 64;
-        fetch(line + ahead);
-        return load_line(line) ^ 0x80808080;
-      });
+      i32x16 high[kRuns][kRows] = {}, low[kRuns][kRows];
+      for (int run = 0; run < kRuns; ++run)
+        for (int i = 0; i < kRows; ++i) low[run][i] = few.totals[place + i * tiles] - i32x16{};
+      for (int line = 0; line < 8; ++line)
+        for (int run = 0; run < kRuns; ++run) {
+          const char* from = runs.from[run] + tile * kTile + half * kTile / 2 + line * 64;
+          fetch(from + ahead);
+          const u32x16 columns = load_line(from) ^ 0x80808080;
+          for (int i = 0; i < kRows; ++i) {
+            const int8_t* four = few.at(row + i, tile) + line * 4;
+            high[run][i] = add_products(high[run][i], columns, four);
+            low[run][i] = add_products(low[run][i], columns, four + 32);
+          }
+        }
       for (int run = 0; run < kRuns; ++run)
         for (int i = 0; i < kRows; ++i)
-          total[run][i][half] +=
-              few.scales[place + i * tiles] * as_float(sum[run][i] - int32_t(128 * few.totals[place + i * tiles]));
+          total[run][i][half] += few.scales[place + i * tiles] * as_float((high[run][i] << 7) + low[run][i]);
     }
   }
   store_totals(total, sums, size);
 }
 
-// Here runs take turns tile by tile: line by line they bring 5 % less.
+// The same. High halves of bytes stay where they are, worth 16 times as much until their sum is known. Runs take turns
+// tile by tile: line by line they bring 5 % less.
 template <int kRows, int kRuns>
 void byte_sums(const Int4& weight, int64_t row, const Groups& groups, float* sums, int64_t size) {
   const int64_t tiles = ceil_div(weight.depth, 32);
-  const Runs<kRuns> runs(weight.groups, tiles * Int4::kRecord, groups);
+  const Runs<kRuns> runs(weight.groups, tiles * Int4::kTileBytes, groups);
   const auto& few = weight.few;
   f32x16 total[kRuns][kRows][2] = {};
   for (int64_t tile = 0, place = row * tiles; tile < tiles; ++tile, ++place) {
-    const int64_t ahead = runs.ahead(tile * Int4::kRecord);
+    const int64_t ahead = runs.ahead(tile * Int4::kTileBytes);
     for (int run = 0; run < kRuns; ++run) {
-      const char* from = runs.from[run] + tile * Int4::kRecord;
-      fetch(from + 512 + ahead, 128);
+      const char* from = runs.from[run] + tile * Int4::kTileBytes;
+      fetch(from + Nibbles::kSteps + ahead);
       for (int half = 0; half < 2; ++half) {
-        i32x16 sum[1][kRows];
-        u32x16 both;
-        byte_tile(few, row, tile, sum, [&](int, int i) {
-          if (i % 2) return both >> 4 & 0x0f0f0f0f;
-          fetch(from + half * 256 + i * 32 + ahead);
-          both = load_line(from + half * 256 + i * 32);
-          return both & 0x0f0f0f0f;
-        });
-        const f32x16 scale = load_half(from + 512 + half * 32), least = load_half(from + 576 + half * 32);
-        for (int i = 0; i < kRows; ++i)
-          total[run][i][half] += few.scales[place + i * tiles] *
-                                 (scale * as_float(sum[0][i]) + least * few.totals[place + i * tiles]);
+        i32x16 low[kRows] = {}, high[kRows] = {};
+        for (int line = 0; line < 4; ++line) {
+          const char* here = from + half * 256 + line * 64;
+          fetch(here + ahead);
+          const u32x16 both = load_line(here);
+          for (int i = 0; i < kRows; ++i) {
+            const int8_t* eight = few.at(row + i, tile) + line * 8;
+            low[i] = add_products(low[i], both & 0x0f0f0f0f, eight);
+            high[i] = add_products(high[i], both & 0xf0f0f0f0, eight + 4);
+          }
+        }
+        const f32x16 step = load_bytes<uint8_t>(from + Nibbles::kSteps + half * 16);
+        const f32x16 least = load_bytes<int8_t>(from + Nibbles::kLeast + half * 16);
+        for (int i = 0; i < kRows; ++i) {
+          const f32x16 sum = as_float(low[i] + (high[i] >> 4));
+          total[run][i][half] += few.scales[place + i * tiles] * (step * sum + least * few.totals[place + i * tiles]);
+        }
       }
     }
   }
@@ -257,7 +251,7 @@ void byte_sums(const Int4& weight, int64_t row, const Groups& groups, float* sum
 void matrix_sums(const Int8& weight, int64_t row, int64_t rows, int64_t group, float* sums) {
 #if AIRDECODE_AMX
   const int64_t tiles = ceil_div(weight.depth, 32);
-  const int8_t* from = weight.groups + group * tiles * kTile;
+  const uint8_t* from = weight.groups + group * tiles * kTile;
   const auto& few = weight.few;
   alignas(64) i32x16 products[2][2][8][2];  // of this tile or the one before, of each half, row and byte
   f32x16 total[8][2] = {};
@@ -313,9 +307,10 @@ void Plain<T>::prepare(const T* left, int64_t rows, float* to) {
 
 template <int kBytes>
 ByteRows<kBytes>::ByteRows(const bf16* left, int64_t rows, int64_t depth, float* to) : rows(rows) {
-  constexpr float kLargest = kBytes == 2 ? 127 * 128 : 127;
+  constexpr float kLargest = kBytes == 2 ? 127 * 128 : 127, kFactor = kBytes == 2 ? -128 : 16;
   const int64_t tiles = ceil_div(depth, 32);
-  float *scale = to, *total = to + rows * tiles;
+  float* scale = to;
+  Total* total = reinterpret_cast<Total*>(to + rows * tiles);
   int8_t* byte = reinterpret_cast<int8_t*>(total + rows * tiles);
   scales = scale, totals = total, bytes = byte;
   const f32x16 magic = splat(12582912.0f);  // adding it rounds to a whole number
@@ -332,17 +327,10 @@ ByteRows<kBytes>::ByteRows(const bf16* left, int64_t rows, int64_t depth, float*
       const float largest = largest16(max16(max16(a, -a), max16(b, -b)));
       const float inverse = largest > 0 ? kLargest / largest : 0;
       int8_t* here = byte + (tile * rows + row) * kBytes * 32;
-      *total++ = sum16(store_whole(a * inverse + magic, here) + store_whole(b * inverse + magic, here + 16));
+      const f32x16 wholes = store_whole(a * inverse + magic, here) + store_whole(b * inverse + magic, here + 16);
+      *total++ = Total(kFactor * sum16(wholes));
       *scale++ = largest / kLargest + sum16((a + b) * 0);  // not a number where one of them is none
     }
-}
-
-void Int8::prepare(const bf16* left, int64_t rows, float* to) {
-  if (prepared_size(rows)) few = Few(left, rows, depth, to);
-}
-
-void Int4::prepare(const bf16* left, int64_t rows, float* to) {
-  if (prepared_size(rows)) few = Few(left, rows, depth, to);
 }
 
 // With one block of rows the group is fetched a little ahead; with more, each block fetches a share of the next group.
@@ -370,27 +358,19 @@ void Plain<T>::sums(const TileScope& scope, const T* left, int64_t row, int64_t 
 template struct Plain<float>;
 template struct Plain<bf16>;
 
-void Int8::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
-                int64_t size) const {
+template <class Numbers>
+void Scaled<Numbers>::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups,
+                           float* sums, int64_t size) const {
   if (few.bytes) few_sums(scope, *this, row, rows, groups, sums, size);
   each_group(groups, sums, size, [&](const Groups& one, float* to) {
-    const int8_t* from = this->groups + one.first * ceil_div(depth, 32) * kTile;
-    if (!few.bytes)
-      piecewise(scope, left, depth, row, rows, to,
-                [&](int64_t first, int64_t tiles, bf16* piece) { unpack(from + first * kTile, tiles, piece); });
+    if (!few.bytes) piecewise(scope, left, *this, row, rows, one.first, to);
     const float* scale = scales + one.first * kColumns;
     for (int64_t i = 0; i < rows * kColumns; i += 16) store16(to + i, load16(to + i) * load16(scale + i % kColumns));
   });
 }
-
-void Int4::sums(const TileScope& scope, const bf16* left, int64_t row, int64_t rows, const Groups& groups, float* sums,
-                int64_t size) const {
-  if (few.bytes) return few_sums(scope, *this, row, rows, groups, sums, size);
-  each_group(groups, sums, size, [&](const Groups& one, float* to) {
-    const uint8_t* from = this->groups + one.first * ceil_div(depth, 32) * kRecord;
-    piecewise(scope, left, depth, row, rows, to,
-              [&](int64_t first, int64_t tiles, bf16* piece) { unpack_rounded(from + first * kRecord, tiles, piece); });
-  });
-}
+template struct ByteRows<1>;
+template struct ByteRows<2>;
+template struct Scaled<Bytes>;
+template struct Scaled<Nibbles>;
 
 }  // namespace airdecode

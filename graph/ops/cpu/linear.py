@@ -33,7 +33,7 @@ class CpuLinear(nn.Module):
         kept = kept or dtype
         packed = arena.empty(packed_shape(self.out_features, in_features, kept), kept)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = torch.ones(packed.shape[0] * 32) if kept == torch.int8 else None
+        scales = torch.ones(packed.shape[0] * 32) if kept in (torch.int8, torch.uint8) else None
         self.scales = nn.Parameter(scales, requires_grad=False) if scales is not None else None
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
 

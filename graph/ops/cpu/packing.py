@@ -1,7 +1,8 @@
 """Weights in the forms that the kernels read (formats.h): as they are, int8, or int4 in groups of 32.
 
-int8 is symmetric with one scale an output. int4 takes, for each 32 numbers along the input, the least one and a scale:
-a number is least + scale * (0..15), both float16. Every function takes weights [n, depth] as checkpoints hold them.
+Both have a float32 scale for each output. int8 is symmetric: a number is scale * (-127..127). int4 takes, for each 32
+numbers along the input, a step of 8 bits and a least value of 8 bits, signed: a number is
+scale * (step * (0..15) + 16 * least). Every function takes weights [n, depth] as checkpoints hold them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-RECORD = 640  # bytes of 32 x 32 int4 numbers with their scales and least values
+TILE_BYTES = 576  # of 32 x 32 int4 numbers with their steps and least values
 _ROWS = 2048  # quantised at once: bounds what is held in float32
 
 
@@ -20,28 +21,33 @@ def packed_shape(columns: int, depth: int, dtype: torch.dtype) -> tuple[int, ...
     if dtype == torch.float32:
         return (groups, depth, 32)
     if dtype == torch.uint8:
-        return (groups, tiles, RECORD)
+        return (groups, tiles, TILE_BYTES)
     return (groups, tiles, 2, 8, 16, 4) if dtype == torch.int8 else (groups, tiles, 2, 16, 16, 2)
 
 
 def pack(weight: Tensor, packed: Tensor, scales: Tensor | None) -> None:
-    """Fill whole groups of a packed matrix, and int8's scales [groups * 32], from weight [n, depth]."""
+    """Fill whole groups of a packed matrix, and a quantised one's scales [groups * 32], from weight [n, depth]."""
     for first in range(0, len(weight), _ROWS):
         some = weight[first : first + _ROWS]
         groups = slice(first // 32, first // 32 + -(-len(some) // 32))
         target = packed[groups]
-        if packed.dtype == torch.uint8:
-            target.copy_(_int4_records(_padded(some.float(), packed.shape[1] * 32)))
-        elif packed.dtype == torch.float32:
+        if packed.dtype == torch.float32:
             target.copy_(_padded(some.float(), some.shape[1]).view(len(target), 32, -1).permute(0, 2, 1))
+            continue
+        depth = packed.shape[1] * 32
+        if packed.dtype == torch.uint8:
+            bytes_, scale = _int4_tiles(_padded(some.float(), depth))
+            target.copy_(bytes_)
         else:
+            scale = None
             if packed.dtype == torch.int8:
-                assert scales is not None
                 some, scale = _int8(some.float())
-                scales[32 * groups.start : 32 * groups.start + len(scale)] = scale
-            tiles, steps, deep = packed.shape[1], packed.shape[3], packed.shape[5]  # steps * deep = 32
-            whole = _padded(some.to(packed.dtype), tiles * 32).view(-1, 2, 16, tiles, steps, deep)
+            steps, deep = packed.shape[3], packed.shape[5]  # steps * deep = 32
+            whole = _padded(some.to(packed.dtype), depth).view(-1, 2, 16, depth // 32, steps, deep)
             target.copy_(whole.permute(0, 3, 1, 4, 2, 5))
+        if scale is not None:
+            assert scales is not None
+            scales[32 * groups.start : 32 * groups.start + len(scale)] = scale
 
 
 def _padded(weight: Tensor, depth: int) -> Tensor:
@@ -61,16 +67,19 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round(), scale
 
 
-def _int4_records(weight: Tensor) -> Tensor:
-    """weight [32 * groups, 32 * tiles] float32 -> [groups, tiles, 640] bytes."""
+def _int4_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [32 * groups, 32 * tiles] float32 -> [groups, tiles, 576] bytes, scales [32 * groups]."""
     parts = weight.view(len(weight), -1, 32)
     least, most = parts.amin(2), parts.amax(2)
-    least = least.half()
-    scale = ((most - least.float()) / 15).half()
-    divisor = torch.where(scale > 0, scale.float(), 1.0)
-    nibbles = ((parts - least.float()[..., None]) / divisor[..., None]).round().clamp(0, 15).to(torch.uint8)
+    step = (most - least) / 15
+    reach = torch.maximum(step / 255, least.abs() / (16 * 127)).amax(1, keepdim=True)
+    scale = torch.where(reach > 0, reach, 1.0)
+    steps = (step / scale).round()
+    leasts = (((least + most) / scale - 15 * steps) / 32).round().clamp(-128, 127)  # its sixteen values about the mean
+    offsets = parts / scale[..., None] - 16 * leasts[..., None]
+    nibbles = (offsets / steps.clamp(min=1)[..., None]).round().clamp(0, 15).to(torch.uint8)
     # [group, half, column, tile, line, low or high, byte] -> [group, tile, half, line, column, byte]
     nibbles = nibbles.view(-1, 2, 16, parts.shape[1], 4, 2, 4).permute(0, 3, 1, 4, 2, 6, 5)
     both = nibbles[..., 0] | nibbles[..., 1] << 4
-    numbers = [part.view(-1, 32, parts.shape[1]).transpose(1, 2).contiguous() for part in (scale, least)]
-    return torch.cat([both.flatten(2), *(number.view(torch.uint8) for number in numbers)], dim=2)
+    grid = [part.view(-1, 32, parts.shape[1]).transpose(1, 2).to(torch.uint8) for part in (steps, leasts % 256)]
+    return torch.cat([both.flatten(2), *grid], dim=2), scale[:, 0]
