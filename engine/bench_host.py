@@ -21,7 +21,7 @@ import torch
 from ..configs.cache import CacheGroup, CachePart
 from ..configs.engine import EngineConfig
 from ..graph.cpu_device import CpuDevice
-from ..graph.static_graph import Launch, StaticGraph
+from ..graph.static_graph import Clock, Launch, StaticGraph
 from ..host.plans import StepPlan
 from ..host.scheduler import Scheduler
 from ..host.staging import Arrival, Returns, Stager
@@ -115,7 +115,7 @@ def time_overlap(rows: int, depth: int, step_ms: float, steps: int) -> dict[str,
     sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
     assert sleep is not None
     graph = StaticGraph("sleep", lambda: time.sleep(step_ms / 1000), (), 0.0, False, (sleep, round(step_ms * 1000)))
-    clocks = [np.zeros(2) for _ in range(steps)]
+    clocks = [Clock() for _ in range(steps)]
     flights: deque[tuple[StepPlan, Arrival]] = deque()
     for clock in clocks:
         plan = _planned(scheduler)
@@ -127,7 +127,7 @@ def time_overlap(rows: int, depth: int, step_ms: float, steps: int) -> dict[str,
             scheduler.commit(earlier, arrival.take())
     device.close()
     runs = clocks[5:]
-    gaps = [float(after[0] - before[1]) for before, after in pairwise(runs)]
+    gaps = [after[0] - before[1] for before, after in pairwise(runs)]
     share = round(100 * sum(gaps) / (runs[-1][1] - runs[0][1]), 2)
     return {
         "rows": rows,

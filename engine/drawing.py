@@ -39,7 +39,7 @@ class Drawing:
         """The sampling part of a step, called once for each plan in order; None: the argmax serves every row."""
         seats = plan.seats
         counted = []
-        for place in np.flatnonzero(self._seq_ids.take(seats) != plan.seq_ids).tolist():
+        for place in (self._seq_ids.take(seats) != plan.seq_ids).nonzero()[0].tolist():
             seat, seq_id = int(seats[place]), int(plan.seq_ids[place])
             sample = sample_of(seq_id)
             request = sample.request
@@ -56,7 +56,7 @@ class Drawing:
                 tokens = tokens_of(seq_id)
                 counted.append((seat, tokens[: len(request.prompt)], tokens[len(request.prompt) :]))
         shared = plan.bucket.phase == "prefill" and len(np.unique(plan.logits_row)) < len(seats)
-        if not (shared or self.state.needs_sample_graph.take(seats).any()):
+        if not (shared or self.state.needs_sample_graph.take(seats).nonzero()[0].size):
             return None
         return Draw(
             state=self.state,

@@ -158,7 +158,7 @@ class Loop:
 
     def _plan(self, *, may_wait: bool) -> _Step | None:
         """The next step. Jobs wait until nothing is in flight, and steps wait for jobs."""
-        with self._wake:
+        with self.lock:
             begin = time.perf_counter()
             plan = None if self._jobs else self.scheduler.plan()
             if plan is None:
@@ -169,7 +169,7 @@ class Loop:
             chunks = self._chunks(plan) if plan.bucket.phase == "prefill" else []
         for request, _ in chunks:
             request.scheduled = request.scheduled or begin
-        record = self.recorder.add(plan.step, str(plan.bucket), len(plan.seq_ids), plan.num_tokens)
+        record = self.recorder.add(plan.step, plan.bucket, len(plan.seq_ids), plan.num_tokens)
         record.spans["plan"] = (begin, time.perf_counter())
         return _Step(plan, draw, [chunk for chunk in chunks if chunk[0].scores is not None], record)
 

@@ -6,6 +6,7 @@ nothing: what runs and where it writes is in the plan.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..configs.sampling import MAX_LOGPROBS
 from ..graph.ops.cpu.memory import Arena
-from ..graph.static_graph import GraphBook, Launch, StaticGraph
+from ..graph.static_graph import Clock, GraphBook, Launch, StaticGraph
 from ..graph.steps import CopyBlocks, DecodeStep, PrefillStep, ScoreStep
 from ..graph.targets import Target
 from ..host.control_block import ControlLayout
@@ -43,16 +44,21 @@ class Ticket:
     """A step that was launched."""
 
     def __init__(
-        self, plan: StepPlan, tokens: Arrival, drawn: Arrival | None, layout: ControlLayout | None, clock: np.ndarray
+        self,
+        plan: StepPlan,
+        tokens: Arrival,
+        drawn: Arrival | None,
+        layout: ControlLayout | None,
+        *clocks: ctypes.Array[ctypes.c_double],
     ) -> None:
-        """`clock` [2, 2] float64: when the step's graph and the sample graph, if it has one, began and ended."""
-        self._plan, self._tokens, self._drawn, self._layout, self._clock = plan, tokens, drawn, layout, clock
+        """`clocks`: when the step's graph and the sample graph, if it has one, began and ended."""
+        self._plan, self._tokens, self._drawn, self._layout, self._clocks = plan, tokens, drawn, layout, clocks
         self.scores: Tensor | None = None
 
     @property
     def ran(self) -> tuple[float, float]:
         """When the step's first graph began and its last one ended, seconds of `time.perf_counter`, after `wait`."""
-        return float(self._clock[0, 0]), float(self._clock[:, 1].max())
+        return self._clocks[0][0], self._clocks[-1][1]
 
     def wait(self) -> Results:
         """Wait for the step. Raises what it raised."""
@@ -127,13 +133,14 @@ class Runner:
             self._count_anew(draw)
             sampling.stage(draw)
         record.spans["copy"] = (begin, time.perf_counter())
-        clock = np.zeros((2, 2))
-        self.device.compute.run(Launch(graph, clock[0]))
+        clocks = [Clock()]
+        self.device.compute.run(Launch(graph, clocks[0]))
         if sampling is not None:
-            self.device.compute.run(Launch(sampling.graph, clock[1]))
+            clocks.append(Clock())
+            self.device.compute.run(Launch(sampling.graph, clocks[1]))
         drawn = None if sampling is None else sampling.back.send()
         layout = None if sampling is None else sampling.results
-        ticket = Ticket(plan, self._tokens_back.send(), drawn, layout, clock)
+        ticket = Ticket(plan, self._tokens_back.send(), drawn, layout, *clocks)
         if score:
             ticket.scores = self._scores[plan.bucket]
         return ticket

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ..host.plans import Bucket
+
 PHASES = ("plan", "copy", "run", "commit")  # a step's way through the rooms; each is a lane of the picture
 LANES = {"plan": "host", "copy": "copy stream", "run": "compute stream", "commit": "host"}
 
@@ -25,10 +27,15 @@ class StepRecord:
     """One step: its bucket, how full it was, and when each phase began and ended (seconds of `time.perf_counter`)."""
 
     step: int
-    graph: str
+    bucket: Bucket
     rows: int  # sequences that take part
     tokens: int  # live tokens of the bucket's
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> str:
+        """Its name: phase and tokens."""
+        return str(self.bucket)
 
     def seconds(self, phase: str) -> float:
         """How long a phase took; 0 where it has not happened."""
@@ -44,9 +51,9 @@ class Recorder:
         self.start = time.perf_counter()
         self.sequences: list[dict[str, Any]] = []  # as they stood at the fullest step (`Scheduler.inspect`)
 
-    def add(self, step: int, graph: str, rows: int, tokens: int) -> StepRecord:
+    def add(self, step: int, bucket: Bucket, rows: int, tokens: int) -> StepRecord:
         """A new record, to be filled as the step goes its way."""
-        record = StepRecord(step, graph, rows, tokens)
+        record = StepRecord(step, bucket, rows, tokens)
         self.records.append(record)
         return record
 

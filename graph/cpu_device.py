@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..host.staging import Event, Stream
 from . import native
-from .static_graph import Launch
+from .static_graph import Clock, Launch
 
 
 @cache
@@ -74,19 +74,28 @@ class _Mark:
         self._stream.await_mark(self._number)
 
 
+class _Closed:
+    """Stands for a stream's functions after its end: there is no memory behind its address any more."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        raise AssertionError("the device is closed")
+
+
 class _WorkerStream:
     """Work is done by one thread, in order. After an error the rest is skipped, and every later event tells it."""
 
     def __init__(self) -> None:
-        self._quick, self._slow = _functions(ctypes.PyDLL), _functions(ctypes.CDLL)
-        self._stream: int | None = self._quick.airdecode_stream_open()
+        self._quick: ctypes.CDLL | _Closed = _functions(ctypes.PyDLL)
+        self._slow: ctypes.CDLL | _Closed = _functions(ctypes.CDLL)
+        self._stream: int = self._quick.airdecode_stream_open()
         self._held: deque[tuple[int, object]] = deque()  # what work needs, until a mark behind it is reached
         self._marks = 0
         self._calls: deque[Callable[[], None]] = deque()  # Python functions, in order
         self._names: dict[int, str] = {}  # of graphs, by the argument of their entry
         self._error: BaseException | None = None
+        self._failed = ctypes.c_void_p()  # the argument of the run that failed
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._call_next)
-        self._no_clock = np.zeros(2)
+        self._no_clock = Clock()
 
     def copier(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous()
@@ -94,7 +103,7 @@ class _WorkerStream:
 
         def copy() -> None:
             self._held.append((self._marks + 1, held))
-            self._quick.airdecode_stream_copy(self._opened(), *addresses)
+            self._quick.airdecode_stream_copy(self._stream, *addresses)
 
         return copy
 
@@ -103,13 +112,13 @@ class _WorkerStream:
             function, argument = work.graph.entry
             self._names[argument] = work.graph.name
             self._held.append((self._marks + 1, work))
-            self._quick.airdecode_stream_run(self._opened(), function, argument, work.clock.ctypes.data)
+            self._quick.airdecode_stream_run(self._stream, function, argument, work.clock)
         else:
             self._calls.append(work)
-            self._quick.airdecode_stream_run(self._opened(), self._call, None, self._no_clock.ctypes.data)
+            self._quick.airdecode_stream_run(self._stream, self._call, None, self._no_clock)
 
     def record(self) -> Event:
-        self._marks = self._quick.airdecode_stream_record(self._opened())
+        self._marks = self._quick.airdecode_stream_record(self._stream)
         return _Mark(self, self._marks)
 
     def wait(self, event: Event) -> None:
@@ -117,16 +126,11 @@ class _WorkerStream:
 
     def await_mark(self, number: int) -> None:
         """Wait; RuntimeError where a run before the mark failed."""
-        failed = ctypes.c_void_p()
-        if self._slow.airdecode_stream_synchronize(self._opened(), number, ctypes.byref(failed)):
-            why = self._error or f"{self._names[failed.value or 0]}; torch's message is on standard error"
+        if self._slow.airdecode_stream_synchronize(self._stream, number, self._failed):
+            why = self._error or f"{self._names[self._failed.value or 0]}; torch's message is on standard error"
             raise RuntimeError(f"an earlier step failed: {why}") from self._error
         while self._held and self._held[0][0] <= number:
             self._held.popleft()
-
-    def _opened(self) -> int:
-        assert self._stream is not None, "the device is closed"
-        return self._stream
 
     def _call_next(self, _: int | None) -> int:
         try:
@@ -137,9 +141,9 @@ class _WorkerStream:
         return 0
 
     def close(self) -> None:
-        if self._stream is not None:
+        if not isinstance(self._slow, _Closed):
             self._slow.airdecode_stream_close(self._stream)
-            self._stream = None
+            self._quick = self._slow = _Closed()
 
 
 class CpuDevice:

@@ -6,13 +6,13 @@ another shape, and nothing is traced or compiled again. It knows nothing of what
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -43,12 +43,15 @@ class StaticGraph:
         return tuple(tensor.data_ptr() for tensor in self.inputs)
 
 
-@dataclass(frozen=True)
+Clock = ctypes.c_double * 2  # when something began and ended, seconds of `time.perf_counter`
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One run of a graph, and when it began and ended."""
 
     graph: StaticGraph
-    clock: np.ndarray  # [2] float64, seconds of `time.perf_counter`
+    clock: ctypes.Array[ctypes.c_double]  # a `Clock`
 
     def __call__(self) -> None:
         self.clock[0] = time.perf_counter()

@@ -148,7 +148,7 @@ class Planner:
             if block_table in fields:
                 table = fields[block_table]
                 count = len(positions)
-                np.take(self._memory.tables[g], rows.seats, axis=0, out=table[:count], mode="clip")
+                self._memory.tables[g].take(rows.seats, axis=0, out=table[:count], mode="clip")
                 table[count:] = self._memory.spaces[g].null
         if not self._uses_scratch:
             self._park_idle_rows(rows.bucket, fields)

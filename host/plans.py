@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from .control_block import ControlLayout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class Bucket(NamedTuple):
     """One fixed shape. Decode: `tokens` == `rows`. Prefill: T packed tokens in B rows, the last owning the padding."""
 
     phase: Literal["prefill", "decode"]

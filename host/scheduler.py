@@ -190,6 +190,8 @@ class Scheduler(Roster):
             self._planner.bind(self._rows)
 
     def _plan_prefill(self) -> _Flight | None:
+        if not (self._prefilling or self._waiting):
+            return None
         largest = self._prefill_buckets[-1]
         todo = self._admit(largest)
         chunks = self._cut(smallest(self._prefill_buckets, todo))
@@ -275,28 +277,27 @@ class Scheduler(Roster):
         seats = self.seats
         samples = (seats.seq_id.take(plan.seats) == plan.seq_ids).nonzero()[0]
         place = plan.seats.take(samples)
+        tokens = tokens.take(samples)
         stepwise = seats.stepwise.take(place)
-        own = (~stepwise).nonzero()[0]
-        at = place.take(own)
-        length = seats.length.take(at)
-        seats.history[at, length] = tokens.take(samples.take(own))
-        seats.length[at] = length + 1
-        ended = np.zeros(len(samples), np.bool_)
-        ended[own] = length + 1 == seats.limit.take(at)
-        for seat in place[stepwise].tolist():
+        own = ~stepwise
+        length = seats.length.take(place)
+        seats.history[place, length] = tokens  # a proposal too: it does not count while the length is what it was
+        seats.length[place] = length + own
+        ended = (length + 1 == seats.limit.take(place)) & own
+        for seat in place.take(stepwise.nonzero()[0]).tolist():
             self._seated[seat].committed_sample = True
         if self.config.prefix_cache and plan.bucket.phase == "decode":
-            full = (length % self.config.block_size == 0).nonzero()[0].tolist()
+            full = ((length % self.config.block_size == 0) & own).nonzero()[0].tolist()
             tables = self._tables(plan) if full else []
             for i in full:
-                row = int(plan.logits_row[samples[own[i]]])
-                self._index(self._seated[int(at[i])], tables, row, int(length[i]))
-        for seat in place[ended].tolist():
+                row = int(plan.logits_row[samples[i]])
+                self._index(self._seated[int(place[i])], tables, row, int(length[i]))
+        for seat in place.take(ended.nonzero()[0]).tolist():
             self._end(self._seated[seat])
         return Committed(
             samples=samples,
             seq_ids=plan.seq_ids.take(samples),
-            tokens=tokens.take(samples),
+            tokens=tokens,
             index=plan.sample_index.take(samples),
             ended=ended,
         )
