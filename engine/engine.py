@@ -211,6 +211,7 @@ class Engine:
         """Abort what runs, end the threads, give back memory. Closing twice, or in a forked child, is harmless."""
         if self._loop.is_elsewhere:
             return
+        self._runner.tell_what_closing_waits_for()
         self._loop.close()
         if self.config.trace is not None:
             self.steps.write(Path(self.config.trace))

@@ -244,6 +244,11 @@ class Runner:
         """The addresses of every captured graph's inputs."""
         return {graph.name: graph.pointers() for graph in self._graphs.values()}
 
+    def tell_what_closing_waits_for(self) -> None:
+        """A graph is made to its end: say so to whoever closes meanwhile."""
+        if self.book.capturing is not None:
+            self._say(f"stopping when {self.book.capturing} is captured ...\n")
+
     def close(self) -> None:
         """Finish what was launched, then let go of graphs and memory."""
         self.device.close()

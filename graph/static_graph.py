@@ -109,6 +109,7 @@ class GraphBook:
         self._target = target
         self._known_runs = compiler_runs()
         self.graphs: list[StaticGraph] = []
+        self.capturing: str | None = None  # the graph that is being made
         self.compiled = 0
 
     def capture(
@@ -120,7 +121,11 @@ class GraphBook:
         else:
             begin, runs = time.perf_counter(), compiler_runs()
             say(f"capturing {name} (graph {len(self.graphs) + 1}) ...")
-            graph = self._target.capture(name, module, inputs, identity)
+            self.capturing = name
+            try:
+                graph = self._target.capture(name, module, inputs, identity)
+            finally:
+                self.capturing = None
             made = compiler_runs() - runs
             if made > 1:
                 raise CaptureError(f"{name} took {made} compilations: it breaks into several graphs")

@@ -16,6 +16,7 @@ import torch
 from asking import Make, prompts, tokenized
 
 from airdecode import Engine, SamplingParams
+from airdecode.graph.static_graph import StaticGraph, capture_eagerly
 
 LENGTHS = [1, 3, 4, 5, 8, 9, 17, 33]  # around the borders of blocks of 4
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -235,6 +236,32 @@ def test_a_closed_engine_says_so(eager: Make) -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(prompts([4]), LONG)
+
+
+def test_who_closes_while_a_graph_is_made_is_told_what_that_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    engine = Engine.load(tiny.folder("llama-gqa"), "tiny", capture=False, operators="reference", progress=said.append)
+    begun, gate = threading.Event(), threading.Event()
+
+    class Slow:
+        def capture(self, name: str, module: Any, inputs: Any, identity: str) -> StaticGraph:
+            begun.set()
+            assert gate.wait(30)
+            return capture_eagerly(name, module, inputs)
+
+    monkeypatch.setattr(engine._runner.book, "_target", Slow())
+    stream = engine.stream(prompts([4])[0], LONG)
+    assert begun.wait(30)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    while not any(text.startswith("stopping when prefill-") for text in said):
+        assert closer.is_alive()
+        time.sleep(0.01)
+    gate.set()
+    closer.join(30)
+    assert not closer.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(stream)
 
 
 def test_many_short_requests_leave_every_block_free(eager: Make) -> None:
