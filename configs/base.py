@@ -62,6 +62,8 @@ def _spelled(options: tuple[Any, ...]) -> str:
             words.append("one of " + ", ".join(repr(item) for item in typing.get_args(option)))
         elif option is type(None):
             words.append("null")
+        elif typing.get_origin(option) is tuple:
+            words.append(f"a list of {typing.get_args(option)[0].__name__}, as in [1, 8]")
         else:
             words.append(getattr(option, "__name__", str(option)) if typing.get_origin(option) is None else str(option))
     return " or ".join(words)

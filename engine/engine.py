@@ -20,11 +20,14 @@ from torch import Tensor
 from ..configs import preset
 from ..configs.engine import EngineConfig
 from ..configs.sampling import MAX_LOGPROBS, SamplingParams
+from ..graph import native
 from ..graph.ops.protocol import Ops
 from ..graph.targets import Target, make_target
+from ..graph.targets.content import source_key
 from ..host.scheduler import Scheduler
 from ..models.checkpoint import Checkpoint
 from ..models.loader import LoadReport, load_model
+from ..models.packed import PackedFile
 from . import hub
 from .beam import BeamRequest, BeamSearch
 from .loop import Loop
@@ -102,7 +105,7 @@ class Engine:
         def loading(done: int, total: int) -> None:
             say(f"loading weights {100 * done // max(total, 1)} %" + ("\n" if done == total else ""))
 
-        built, report = load_model(folder, ops, max_model_len, loading)
+        built, report = load_model(folder, ops, max_model_len, loading, _packed(settings, checkpoint, ops))
         dtypes = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in ops.index_dtypes.items()}
         scheduler = Scheduler(settings, built.groups, max_model_len=max_model_len, index_dtypes=dtypes)
         identity = f"{report.architecture} {checkpoint.config} {ops.name} {settings.weights} {max_model_len}"
@@ -193,7 +196,11 @@ class Engine:
 
     # -- the engine itself ----------------------------------------------------------------------------------------
     def capture(self) -> None:
-        """Capture every bucket's graph now: what a service does before it says ready. Raises where one cannot be."""
+        """Capture every bucket's step now: what a service does before it says ready. Raises where one cannot be.
+
+        The small graphs of sampling, of its penalties and of shared blocks are captured by the first request that
+        needs them: ask for one of each before saying ready.
+        """
         self._loop.call(self._runner.capture_all)
 
     def stats(self) -> dict[str, Any]:
@@ -223,6 +230,17 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _packed(config: EngineConfig, checkpoint: Checkpoint, ops: Ops) -> PackedFile | None:
+    """Where quantised weights are kept: one file for each checkpoint and kind, beside the compiled graphs."""
+    if config.weights == "auto":
+        return None
+    folder = checkpoint.folder.resolve()
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    name = f"{native.digest(str(folder))}-{config.weights}.safetensors"
+    key = native.digest(source_key(), ops.name, str(ops.dtype), config.weights, str(files))
+    return PackedFile(native.cache_folder() / "weights" / name, key)
 
 
 def max_len_of(config: EngineConfig, checkpoint: Checkpoint) -> int:

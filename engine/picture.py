@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 32  # characters of one block's bar, at most
+MADE_BY = 'such a file is made by: airdecode trace --model smollm2-135m --prompt "Once upon a time" --out trace.json'
 
 
 def draw(sequence: Mapping[str, Any]) -> str:
@@ -39,6 +40,8 @@ def draw_file(path: Path) -> str:
     try:
         held = json.loads(path.read_text())
         sequences = held["airdecode"]["sequences"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no sequences; make one with: airdecode trace --out {path}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {MADE_BY}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no sequences; {MADE_BY}") from error
     return "\n".join(draw(sequence) for sequence in sequences)

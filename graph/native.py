@@ -105,7 +105,8 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"compiled code cannot be kept in {folder} ({error.strerror}); name another folder in AIRDECODE_CACHE"
+            f"compiled code cannot be kept in {folder} ({error.strerror}); name another folder, in "
+            "AIRDECODE_CACHE or as compile_cache"
         ) from None
 
 

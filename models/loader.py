@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..graph.ops.protocol import Heads, Ops
 from ..graph.ops.protocol_latent import LatentHeads
 from .checkpoint import Checkpoint, Stored
 from .model import Load, Model
+from .packed import PackedFile
 from .registry import model_class
 
 HEADS = (Heads, LatentHeads)
@@ -49,20 +51,32 @@ class LoadReport:
 
 
 def load_model(
-    folder: str | Path, ops: Ops, max_model_len: int, progress: Callable[[int, int], None] | None = None
+    folder: str | Path,
+    ops: Ops,
+    max_model_len: int,
+    progress: Callable[[int, int], None] | None = None,
+    packed: PackedFile | None = None,
 ) -> tuple[Model, LoadReport]:
     """Build the model of a Hugging Face folder on `ops` and fill it. `progress(numbers done, numbers in all)`.
 
-    Raises ValueError of one line where the folder is incomplete, damaged, or holds what is not supported.
+    `packed`: where the weights may lie as `ops` packs them; else they are kept there, if there is room. Raises
+    ValueError of one line where the folder is incomplete, damaged, or holds what is not supported.
     """
     checkpoint = Checkpoint(folder)
     model, loads, report = _prepare(checkpoint, ops, max_model_len)
+    if packed is not None and packed.fill(model):
+        if progress is not None:
+            progress(report.parameters, report.parameters)
+        return model.eval(), report
     done = 0
     for load in loads:
         load.put(*(checkpoint.read(name, shape) for name, shape in load.tensors))
         done += _numbers(load)
         if progress is not None:
             progress(done, report.parameters)
+    if packed is not None:
+        with suppress(OSError):  # a full disk costs the next start some seconds, no more
+            packed.keep(model)
     return model.eval(), report
 
 

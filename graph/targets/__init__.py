@@ -10,6 +10,7 @@ from torch import nn
 
 from ...configs.engine import EngineConfig, Weights
 from ...host.staging import Device
+from .. import native
 from ..ops.protocol import Ops
 from ..static_graph import Inputs, StaticGraph
 
@@ -36,6 +37,8 @@ class Target(Protocol):
 def make_target(config: EngineConfig) -> Target:
     """The configured target, imported only when it is wanted. Raises ValueError or RuntimeError saying what lacks."""
     cache_folder = Path(config.compile_cache) if config.compile_cache else None
+    if cache_folder is not None:
+        native.make_folder(cache_folder)  # before anything is loaded
     if config.target == "cpu":
         from .cpu import CpuTarget
 

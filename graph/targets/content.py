@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 @cache
-def _source_key() -> str:
+def source_key() -> str:
     """The contents of every source that decides what a graph is."""
     rooms = ("graph", "models", "engine/sampling.py")
     files = [
@@ -40,4 +40,4 @@ def content_key(name: str, module: nn.Module, inputs: object, state: dict[str, T
 
     shapes = str(torch.utils._pytree.tree_map(spelled, inputs))
     weights = json.dumps({key: spelled(tensor) for key, tensor in state.items()})
-    return native.digest(_source_key(), name, type(module).__qualname__, shapes, weights, *more)
+    return native.digest(source_key(), name, type(module).__qualname__, shapes, weights, *more)

@@ -99,6 +99,8 @@ def test_a_damaged_checkpoint_is_one_line(
         (["--set", "block_sise=4"], "did you mean 'block_size'"),
         (["--set", "target=gpu"], "'cpu', 'npu', 'ascend-sim'"),
         (["--set", "max_rows"], "write KEY=VALUE"),
+        (["--set", "decode_buckets=8"], "a list of int, as in [1, 8]"),
+        (["--set", "compile_cache=/dev/null/x"], "name another folder, in AIRDECODE_CACHE or as compile_cache"),
         (["--max-tokens", "-3"], "max_tokens is -3"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--top-p", "0"], "top_p is 0"),
@@ -171,7 +173,10 @@ def test_trace_and_its_picture(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["trace", "--model", str(folder), *EAGER, *options]) == 0
     assert main(["info", "--blocks", str(file)]) == 0
     assert "next token: block" in capsys.readouterr().out
-    assert main(["info", "--blocks", str(folder / "config.json")]) == 2
+    for other in (folder / "config.json", folder / "model.safetensors", tmp_path / "missing.json"):
+        assert main(["info", "--blocks", str(other)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(other) in line and "airdecode trace --model" in line
 
 
 @pytest.mark.parametrize(

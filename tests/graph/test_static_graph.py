@@ -97,7 +97,7 @@ def test_a_kept_graph_cut_short_is_compiled_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named_with_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     book = GraphBook(CpuTarget(tmp_path / "file" / "graphs"))
-    with pytest.raises(ValueError, match=r"file/graphs .*; name another folder in AIRDECODE_CACHE"):
+    with pytest.raises(ValueError, match=r"file/graphs .*; name another folder, in AIRDECODE_CACHE"):
         book.capture("step", Step(), inputs(), "", silent)
 
 
