@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..protocol_experts import ClampedSwiglu
 from . import library
 from .memory import Arena
-from .packing import pack, packed_shape
+from .packing import empty_scales, pack, packed_shape
 
 ACTIVATIONS: Mapping[str, int] = MappingProxyType({"silu": 0, "gelu_tanh": 1})
 _CLAMPED = 2
@@ -43,8 +43,7 @@ class CpuExperts(nn.Module):
         def packed(groups: int, depth: int) -> tuple[nn.Parameter, nn.Parameter | None]:
             columns = num_experts * groups * 32
             weight = arena.empty(packed_shape(columns, depth, kept), kept)
-            scales = torch.ones(columns) if kept in (torch.int8, torch.uint8) else None
-            return nn.Parameter(weight, requires_grad=False), scales if scales is None else nn.Parameter(scales, False)
+            return nn.Parameter(weight, requires_grad=False), empty_scales(columns, kept)
 
         def vectors(size: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(num_experts * size, dtype=dtype), requires_grad=False) if bias else None

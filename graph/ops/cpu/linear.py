@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import library
 from .memory import Arena
-from .packing import pack, packed_shape
+from .packing import empty_scales, pack, packed_shape
 
 
 class CpuLinear(nn.Module):
@@ -33,8 +33,7 @@ class CpuLinear(nn.Module):
         kept = kept or dtype
         packed = arena.empty(packed_shape(self.out_features, in_features, kept), kept)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = torch.ones(packed.shape[0] * 32) if kept in (torch.int8, torch.uint8) else None
-        self.scales = nn.Parameter(scales, requires_grad=False) if scales is not None else None
+        self.scales = empty_scales(packed.shape[0] * 32, kept)
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
 
     def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:

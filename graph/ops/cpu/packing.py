@@ -8,7 +8,7 @@ scale * (step * (0..15) + 16 * least). Every function takes weights [n, depth] a
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 TILE_BYTES = 576  # of 32 x 32 int4 numbers with their steps and least values
@@ -23,6 +23,12 @@ def packed_shape(columns: int, depth: int, dtype: torch.dtype) -> tuple[int, ...
     if dtype == torch.uint8:
         return (groups, tiles, TILE_BYTES)
     return (groups, tiles, 2, 8, 16, 4) if dtype == torch.int8 else (groups, tiles, 2, 16, 16, 2)
+
+
+def empty_scales(columns: int, dtype: torch.dtype) -> nn.Parameter | None:
+    """Ones for each of a quantised weight's columns, whole groups of them; None for weights that are not quantised."""
+    quantised = dtype in (torch.int8, torch.uint8)
+    return nn.Parameter(torch.ones(columns), requires_grad=False) if quantised else None
 
 
 def pack(weight: Tensor, packed: Tensor, scales: Tensor | None) -> None:
